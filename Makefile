@@ -1,0 +1,35 @@
+# Two commands for a fresh machine: `make demo` and `make test`. Both do their own set-up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint unit bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/headway demo
+
+test: lint unit
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+
+# The stamp is newer than what it was made from, so a second run installs nothing.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e '.[dev]'
+	touch $@
+
+bench: $(INSTALLED)
+	$(PIP) -e '.[bench]'
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache

@@ -1,0 +1,3 @@
+"""Headway: a training framework for PyTorch language models."""
+
+__version__ = "0.1.0"
