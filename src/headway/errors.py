@@ -1,0 +1,45 @@
+"""The errors Headway raises for a user's mistake, and the wording they share.
+
+Owns: `ConfigError`, did-you-mean hints, the message for an absent extra.
+Does not own: where in a file a mistake stands (config/), nor how it is printed (cli/).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class ConfigError(ValueError):
+    """A user's mistake: the message says which option, what was given and what is allowed.
+
+    Several mistakes found together travel in one error; `problems` lists them one by one.
+    """
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str | None:
+    """The allowed name closest to `name`, or None if nothing is close."""
+    by_lower = {candidate.lower(): candidate for candidate in allowed}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[matches[0]] if matches else None
+
+
+def unknown(kind: str, given: object, allowed: Iterable[str], *, most: int = 12) -> str:
+    """Say that `given` is no known `kind`, with the nearest name and what is allowed."""
+    names = sorted(allowed)
+    hint = nearest(str(given), names)
+    did_you_mean = f"; did you mean {hint!r}?" if hint else "."
+    shown = ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+    return f"unknown {kind} {given!r}{did_you_mean} Allowed: {shown}"
+
+
+def missing_extra(package: str, extra: str, purpose: str) -> ConfigError:
+    """The error for an optional package that is not installed."""
+    return ConfigError(
+        f"{purpose} needs the package {package!r}, which is not installed. "
+        f"Install it with: pip install 'headway[{extra}]'"
+    )
