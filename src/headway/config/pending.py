@@ -1,0 +1,86 @@
+"""Options that exist but whose engine does not yet: setting one is an error, never silence.
+
+Owns: the table option -> the capability that brings it. A capability that arrives removes its
+lines here; the module goes when the table is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from headway.config.rules import default_of
+from headway.config.typecheck import Problem
+
+PARALLEL = "parallel strategies"
+PRECISION = "precision and compilation"
+CHECKPOINTS = "the checkpoint engine"
+TRACKERS = "experiment trackers"
+
+PENDING: dict[str, str] = {
+    "report_to": TRACKERS,
+    "save_on_each_node": CHECKPOINTS,
+    "checkpoint_components": CHECKPOINTS,
+    "torch_compile": PRECISION,
+    "torch_compile_backend": PRECISION,
+    "torch_compile_mode": PRECISION,
+    "torch_compile_dynamic": PRECISION,
+    "torch_compile_full_graph": PRECISION,
+    "enable_activation_offloading": PRECISION,
+    "detect_anomaly": PRECISION,
+    "sdpa_backend": PRECISION,
+    "sdpa_set_priority": PRECISION,
+    "float32_matmul_precision": PRECISION,
+    "dynamo_recompile_limit": PRECISION,
+    "mixed_precision": PRECISION,
+    "fp8_recipe": PRECISION,
+    "fp8_dim_alignment": PRECISION,
+    "qat_recipe": PRECISION,
+    "gc_threshold": PRECISION,
+    "construct_model_on": PRECISION,
+    "activation_memory_budget": PRECISION,
+    "fuse_optim_with_backward": PRECISION,
+    "dispatch_batches": PARALLEL,
+    "dispatch_eval_batches": PARALLEL,
+    "ddp": PARALLEL,
+    "post_local_sgd": PARALLEL,
+    "fsdp2": PARALLEL,
+    "n_microbatches": PARALLEL,
+    "stages_per_rank": PARALLEL,
+    "pp_stage_type": PARALLEL,
+    "is_multistage": PARALLEL,
+    "debug_pipeline": PARALLEL,
+    "debug_split_model": PARALLEL,
+    "debug_model_params": PARALLEL,
+    "debug_model_init": PARALLEL,
+}
+
+# Values that mean the same as the default.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "report_to": (["none"], []),
+    "torch_compile_backend": ("inductor",),
+    "torch_compile_mode": ("default",),
+    "mixed_precision": ("no",),
+}
+
+PENDING_TRAINERS: dict[str, str] = dict.fromkeys(
+    ("accelerate", "ddp", "fsdp2", "pipeline"), PARALLEL
+)
+
+
+def find_pending(args: Any, *, skip: Collection[str] = ()) -> list[Problem]:
+    """A problem for each option that was set but is not available yet."""
+    problems = []
+    for option, capability in PENDING.items():
+        if not hasattr(args, option) or option in skip:
+            continue
+        value = getattr(args, option)
+        if value == default_of(args, option) or value in _HARMLESS.get(option, ()):
+            continue
+        problems.append(Problem((option,), not_yet(option, value, capability)))
+    return problems
+
+
+def not_yet(option: str, value: Any, capability: str) -> str:
+    """The words for something that is announced but not there."""
+    return f"option {option} is not available yet: it comes with {capability} (got {value!r})"

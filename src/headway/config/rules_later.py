@@ -1,0 +1,80 @@
+"""The rules that arguments alone cannot decide, with the stage at which each is checked.
+
+Owns: their descriptions, for `headway explain`. Does not own: the checks, which stand where the
+model, the device, the data or the world size is known.
+"""
+
+from __future__ import annotations
+
+from headway.config.rules import Rule
+
+_COMPILE = ("torch_compile",)
+_FUSE = ("fuse_optim_with_backward",)
+
+# fmt: off
+RULES: list[Rule] = [
+    Rule("1", ("model", "model_init"), "init", "One of model and model_init is needed."),
+    Rule("9", ("fp8_recipe",), "prepare",
+         "FP8 needs a CUDA device of compute capability 8.9 or more."),
+    Rule("10", ("fp8_recipe", "fp8_dim_alignment"), "prepare",
+         "A linear layer whose dimensions are not aligned stays out of FP8.", outcome="fallback"),
+    Rule("11", ("fp8_recipe",), "prepare",
+         "rowwise_with_gw_hp is known to fail with torchao 0.16.0.", outcome="warn"),
+    Rule("18", _FUSE, "prepare", "No fused optimizer with several optimizer factories."),
+    Rule("22", _COMPILE, "init", "ScheduleInterleavedZeroBubble cannot be compiled."),
+    Rule("23", _COMPILE, "init", "ScheduleZBVZeroBubble cannot be compiled."),
+    Rule("25", ("enable_activation_offloading",), "prepare",
+         "Activation offloading does not work with flex attention."),
+    Rule("28", ("save_on_each_node",), "prepare",
+         "save_on_each_node is not for storage that the nodes share."),
+    Rule("29", ("construct_model_on",), "prepare", "'meta' needs model_init."),
+    Rule("30", ("construct_model_on",), "prepare", "'device' needs model_init."),
+    Rule("31", ("construct_model_on",), "prepare",
+         "'meta' without a checkpoint builds in the ordinary way.", outcome="fallback"),
+    Rule("34", ("checkpoint_components",), "prepare",
+         "Leaving out the model needs model_init."),
+    Rule("35", ("checkpoint_components",), "prepare",
+         "Leaving out the model needs a callback that loads every weight."),
+    Rule("36", ("trainer",), "prepare", "Trainer runs in one process."),
+    Rule("37", ("trainer",), "prepare",
+         "DDPTrainer and FSDP2Trainer on several ranks need torch.distributed to be initialised."),
+    Rule("38", ("trainer",), "prepare", "PipelineTrainer needs more than one process."),
+    Rule("39", ("model",), "init", "PipelineTrainer takes no ready model."),
+    Rule("40", ("model_init",), "init", "PipelineTrainer needs model_init."),
+    Rule("46", ("is_multistage",), "prepare",
+         "More than one stage on a rank needs is_multistage."),
+    Rule("49", ("pp_stage_type", "is_multistage"), "init",
+         "The schedule fits pp_stage_type and is_multistage."),
+    Rule("53", ("trainer",), "prepare", "Pipeline stages have parameters of different names."),
+    Rule("54", ("trainer",), "prepare",
+         "A fused loss under a zero-bubble schedule becomes the plain one.", outcome="fallback"),
+    Rule("55", ("trainer",), "prepare",
+         "A fused loss under FSDP2 on several ranks becomes the plain one.", outcome="fallback"),
+    Rule("56", ("model",), "prepare",
+         "A fused loss needs a model with output embeddings and hidden states.",
+         outcome="fallback"),
+    Rule("58", ("gradient_accumulation_steps",), "init",
+         "In AccelTrainer the Accelerator's accumulation wins.", outcome="warn"),
+    Rule("59", ("trainer",), "init", "AccelTrainer needs an Accelerator."),
+    Rule("61", ("fsdp2.transformer_layers_path",), "prepare",
+         "A path that does not resolve shards the root only.", outcome="fallback"),
+    Rule("62", ("resume_from_checkpoint",), "prepare",
+         "A checkpoint can be resumed at any world size."),
+    Rule("64", ("dispatch_batches",), "prepare", "A device mesh has one or two axes."),
+    Rule("65", ("eval_strategy", "max_eval_steps"), "run",
+         "An evaluation that sees no batch is an error."),
+    Rule("66", ("optimizer_groups",), "prepare",
+         "A group is a mapping with regex and config; __default__ is reserved."),
+    Rule("69", ("post_local_sgd.enabled",), "run",
+         "Between averagings the replicas differ; a save must not take them for equal."),
+    Rule("70", ("save_safetensors",), "command line",
+         "A quantized export is not safetensors.", outcome="warn"),
+    Rule("71", ("output_dir",), "command line", "--root-copy excludes --keep-optimizer."),
+    Rule("72", ("output_dir",), "command line", "finalize writes only into a new folder."),
+    Rule("73", ("args",), "args", "An unknown key is refused with the nearest one."),
+    Rule("H60", ("global_batch_size", "per_device_train_batch_size"), "prepare",
+         "The global batch is a whole number of micro-batches on all ranks."),
+    Rule("H61", ("global_batch_tokens", "per_device_train_batch_size"), "prepare",
+         "The global batch is a whole number of micro-batches of full sequences on all ranks."),
+]
+# fmt: on

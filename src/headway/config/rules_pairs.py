@@ -1,0 +1,318 @@
+"""The rules of the option reference that arguments alone decide, and our own combinations.
+
+Owns: rules between options. Does not own: the range of a single value (rules_values).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headway.config.duration import Duration
+from headway.config.rules import Check, Rule, default_of
+from headway.errors import ConfigError
+
+_FUSE = "fuse_optim_with_backward"
+_ACCUMULATION = "gradient_accumulation_steps"
+
+
+def parse_or_none(value: Any) -> Duration | None:
+    """The duration, or None where there is none or it cannot be read (another rule says so)."""
+    try:
+        return None if value is None else Duration.parse(value)
+    except ConfigError:
+        return None
+
+
+def _endless(args: Any) -> str | None:
+    if args.num_train_epochs >= 0 or args.max_steps > 0 or args.train_for is not None:
+        return None
+    return (
+        f"num_train_epochs={args.num_train_epochs:g} sets no limit, so max_steps must be above 0, "
+        f"got {args.max_steps}"
+    )
+
+
+def _fp8_with_qat(args: Any) -> str | None:
+    if args.fp8_recipe is None or args.qat_recipe is None:
+        return None
+    return "fp8_recipe and qat_recipe exclude each other; set one of them to None"
+
+
+def _fuse_with(option: str, why: str) -> Check:
+    def check(args: Any) -> str | None:
+        value = getattr(args, option)
+        bad = value == "fp16" if option == "mixed_precision" else (value or 0) > 0
+        if option in (_ACCUMULATION, "n_microbatches"):
+            bad = value > 1
+        if not (args.fuse_optim_with_backward and bad):
+            return None
+        return f"{_FUSE} cannot be used with {option}={value!r}: {why}"
+
+    return check
+
+
+def _fuse_in(trainer: str) -> Check:
+    def check(args: Any) -> str | None:
+        if not args.fuse_optim_with_backward:
+            return None
+        return (
+            f"{_FUSE} cannot be used in {trainer}: gradients are reduced over ranks before "
+            "the update; use Trainer or PipelineTrainer"
+        )
+
+    return check
+
+
+def _autotune(args: Any) -> bool:
+    return bool(args.torch_compile_mode == "max-autotune")
+
+
+_SUBSTITUTE = "use torch_compile_mode='max-autotune-no-cudagraphs'"
+
+
+def _autotune_accumulation(args: Any) -> str | None:
+    steps = args.gradient_accumulation_steps
+    if not _autotune(args) or steps <= 1:
+        return None
+    given = f"{_ACCUMULATION}={steps}"
+    return f"torch_compile_mode='max-autotune' does not work with {given}; {_SUBSTITUTE}"
+
+
+def _autotune_pipeline(args: Any) -> str | None:
+    if not _autotune(args):
+        return None
+    return f"torch_compile_mode='max-autotune' does not work in PipelineTrainer; {_SUBSTITUTE}"
+
+
+def _budget_needs_compile(args: Any) -> str | None:
+    if args.activation_memory_budget is None or args.torch_compile:
+        return None
+    return "activation_memory_budget needs torch_compile=True"
+
+
+def _best_needs_one_schedule(args: Any) -> str | None:
+    if not args.load_best_model_at_end or args.save_strategy == args.eval_strategy:
+        return None
+    if getattr(args, "eval_on_save", False) and args.save_strategy != "no":
+        return None
+    return (
+        "load_best_model_at_end needs save_strategy equal to eval_strategy, got "
+        f"save_strategy={args.save_strategy!r} and eval_strategy={args.eval_strategy!r}; "
+        "or set eval_on_save=True"
+    )
+
+
+def _divisible(option: str) -> Check:
+    def check(args: Any) -> str | None:
+        size, pieces = getattr(args, option), args.n_microbatches
+        if pieces < 1 or size % pieces == 0:
+            return None
+        return f"{option} must be a multiple of n_microbatches={pieces}, got {size}"
+
+    return check
+
+
+def _pipeline_batches(args: Any) -> str | None:
+    train, evaluation = args.per_device_train_batch_size, args.per_device_eval_batch_size
+    if train == evaluation:
+        return None
+    return (
+        "a pipeline needs per_device_eval_batch_size equal to per_device_train_batch_size, got "
+        f"{evaluation} and {train}"
+    )
+
+
+def _multistage(args: Any) -> str | None:
+    if args.stages_per_rank <= 1 or args.is_multistage:
+        return None
+    return f"stages_per_rank={args.stages_per_rank} needs is_multistage=True"
+
+
+def _v_needs_two(args: Any) -> str | None:
+    if args.pp_stage_type != "v" or args.stages_per_rank == 2:
+        return None
+    return f"pp_stage_type='v' needs stages_per_rank=2, got {args.stages_per_rank}"
+
+
+def _pipeline_fp16(args: Any) -> str | None:
+    if args.mixed_precision != "fp16":
+        return None
+    return "mixed_precision='fp16' cannot be used in PipelineTrainer; use 'bf16'"
+
+
+def _pipeline_construct(args: Any) -> str | None:
+    if args.construct_model_on == "default":
+        return None
+    return (
+        f"construct_model_on={args.construct_model_on!r} has no effect in PipelineTrainer, which "
+        "always builds on the meta device"
+    )
+
+
+def _pipeline_qat(args: Any) -> str | None:
+    return None if args.qat_recipe is None else "qat_recipe cannot be used in PipelineTrainer"
+
+
+def _accel_precision(args: Any) -> str | None:
+    if args.mixed_precision in (None, "no"):
+        return None
+    return "mixed_precision is ignored in AccelTrainer: configure it on the Accelerator"
+
+
+def _exclusive(every: str, strategy: str, steps: str) -> Check:
+    def check(args: Any) -> str | None:
+        if getattr(args, every) is None:
+            return None
+        given = [
+            f"{name}={getattr(args, name)!r}"
+            for name, usual in ((strategy, "steps"), (steps, None))
+            if getattr(args, name) not in (usual, default_of(args, name))
+        ]
+        if not given:
+            return None
+        return (
+            f"{every}={getattr(args, every)!r} takes the place of {' and '.join(given)}; give one"
+        )
+
+    return check
+
+
+def _one_length(args: Any) -> str | None:
+    given = [
+        f"{name}={getattr(args, name)!r}"
+        for name in ("max_steps", "num_train_epochs")
+        if getattr(args, name) != default_of(args, name)
+    ]
+    if args.train_for is None or not given:
+        return None
+    return f"train_for={args.train_for!r} takes the place of {' and '.join(given)}; give one"
+
+
+def _one_batch(args: Any) -> str | None:
+    names = ("global_batch_size", "global_batch_tokens", _ACCUMULATION)
+    given = [
+        f"{name}={getattr(args, name)}"
+        for name in names
+        if getattr(args, name) != default_of(args, name)
+    ]
+    if len(given) < 2:
+        return None
+    return f"{' and '.join(given)} each set the size of an optimizer step; give one of them"
+
+
+def _global_batch_divides(args: Any) -> str | None:
+    whole, part = args.global_batch_size, args.per_device_train_batch_size
+    if whole is None or part < 1 or whole % part == 0:
+        return None
+    return (
+        f"global_batch_size must be a multiple of per_device_train_batch_size={part}, got {whole}"
+    )
+
+
+def _stop_beyond_end(args: Any) -> str | None:
+    stop, whole = parse_or_none(args.stop_at), parse_or_none(args.train_for)
+    if whole is None and args.max_steps > 0:
+        whole = Duration.steps(args.max_steps)
+    if stop is None or whole is None or stop.unit != whole.unit or stop.value <= whole.value:
+        return None
+    return f"stop_at={str(stop)!r} lies beyond the end of training, {str(whole)!r}"
+
+
+def _needs_workers(option: str) -> Check:
+    def check(args: Any) -> str | None:
+        value = getattr(args, option)
+        if not value or args.dataloader_num_workers != 0:
+            return None
+        return f"{option}={value} needs dataloader_num_workers above 0"
+
+    return check
+
+
+def _priority_needs_list(args: Any) -> str | None:
+    if not args.sdpa_set_priority or isinstance(args.sdpa_backend, list):
+        return None
+    return f"sdpa_set_priority=True needs sdpa_backend to be a list, got {args.sdpa_backend!r}"
+
+
+_PP = ("pipeline",)
+_TRAIN, _EVAL = "per_device_train_batch_size", "per_device_eval_batch_size"
+_WHOLE = "the gradient has to be whole before the update"
+_SCALE = "gradients have to be unscaled before the update"
+_PIECES = "every micro-batch would make its own update"
+
+# fmt: off
+RULES: list[Rule] = [
+    Rule("4", ("num_train_epochs", "max_steps"), "args",
+         "Negative num_train_epochs needs max_steps above 0.", _endless),
+    Rule("8", ("fp8_recipe", "qat_recipe"), "args",
+         "fp8_recipe and qat_recipe exclude each other.", _fp8_with_qat),
+    Rule("12", (_FUSE, "max_grad_norm"), "args",
+         "No fused optimizer with gradient clipping.", _fuse_with("max_grad_norm", _WHOLE)),
+    Rule("13", (_FUSE, _ACCUMULATION), "args",
+         "No fused optimizer with accumulation.", _fuse_with(_ACCUMULATION, _WHOLE)),
+    Rule("14", (_FUSE, "mixed_precision"), "args",
+         "No fused optimizer with fp16.", _fuse_with("mixed_precision", _SCALE)),
+    Rule("15", (_FUSE,), "args", "No fused optimizer in DDPTrainer.",
+         _fuse_in("DDPTrainer"), strategies=("ddp",)),
+    Rule("16", (_FUSE,), "args", "No fused optimizer in AccelTrainer.",
+         _fuse_in("AccelTrainer"), strategies=("accelerate",)),
+    Rule("17", (_FUSE,), "args", "No fused optimizer in FSDP2Trainer.",
+         _fuse_in("FSDP2Trainer"), strategies=("fsdp2",)),
+    Rule("19", (_FUSE, "n_microbatches"), "args",
+         "No fused optimizer with several pipeline micro-batches.",
+         _fuse_with("n_microbatches", _PIECES), strategies=_PP),
+    Rule("20", ("torch_compile_mode", _ACCUMULATION), "args",
+         "max-autotune does not work with accumulation.", _autotune_accumulation),
+    Rule("21", ("torch_compile_mode",), "args",
+         "max-autotune does not work in PipelineTrainer.", _autotune_pipeline, strategies=_PP),
+    Rule("24", ("activation_memory_budget", "torch_compile"), "args",
+         "activation_memory_budget needs torch_compile.", _budget_needs_compile),
+    Rule("27", ("load_best_model_at_end", "save_strategy", "eval_strategy", "eval_on_save"),
+         "args", "load_best_model_at_end needs save_strategy equal to eval_strategy, or "
+         "eval_on_save.", _best_needs_one_schedule),
+    Rule("41", ("mixed_precision",), "args", "No fp16 in PipelineTrainer.", _pipeline_fp16,
+         strategies=_PP),
+    Rule("42", (_TRAIN, "n_microbatches"), "args",
+         "n_microbatches must divide the train batch size.", _divisible(_TRAIN),
+         strategies=_PP),
+    Rule("43", (_EVAL, "n_microbatches"), "args",
+         "n_microbatches must divide the eval batch size.", _divisible(_EVAL), strategies=_PP),
+    Rule("44", (_EVAL, _TRAIN), "args",
+         "A pipeline needs equal train and eval batch sizes.", _pipeline_batches,
+         strategies=_PP),
+    Rule("45", ("stages_per_rank", "is_multistage"), "args",
+         "Several stages per rank need is_multistage.", _multistage, strategies=_PP),
+    Rule("47", ("pp_stage_type", "stages_per_rank"), "args",
+         "pp_stage_type 'v' needs two stages per rank.", _v_needs_two, strategies=_PP),
+    Rule("51", ("construct_model_on",), "args",
+         "PipelineTrainer always builds on the meta device.", _pipeline_construct, "warn",
+         _PP),
+    Rule("52", ("qat_recipe",), "args", "No qat_recipe in PipelineTrainer.", _pipeline_qat,
+         strategies=_PP),
+    Rule("57", ("mixed_precision",), "args",
+         "AccelTrainer ignores mixed_precision.", _accel_precision, "warn", ("accelerate",)),
+    Rule("H1", ("save_every", "save_strategy", "save_steps"), "args",
+         "save_every excludes save_strategy and save_steps.",
+         _exclusive("save_every", "save_strategy", "save_steps")),
+    Rule("H2", ("eval_every", "eval_strategy", "eval_steps"), "args",
+         "eval_every excludes eval_strategy and eval_steps.",
+         _exclusive("eval_every", "eval_strategy", "eval_steps")),
+    Rule("H3", ("log_every", "logging_strategy", "logging_steps"), "args",
+         "log_every excludes logging_strategy and logging_steps.",
+         _exclusive("log_every", "logging_strategy", "logging_steps")),
+    Rule("H4", ("train_for", "max_steps", "num_train_epochs"), "args",
+         "train_for excludes max_steps and num_train_epochs.", _one_length),
+    Rule("H5", ("stop_at", "train_for", "max_steps"), "args",
+         "stop_at lies within the length of training.", _stop_beyond_end),
+    Rule("H6", ("global_batch_size", "global_batch_tokens", _ACCUMULATION), "args",
+         "Only one option sets the size of an optimizer step.", _one_batch),
+    Rule("H7", ("global_batch_size", _TRAIN), "args",
+         "The global batch is a whole number of micro-batches.", _global_batch_divides),
+    Rule("H8", ("dataloader_prefetch_factor", "dataloader_num_workers"), "args",
+         "Prefetching needs workers.", _needs_workers("dataloader_prefetch_factor")),
+    Rule("H9", ("dataloader_persistent_workers", "dataloader_num_workers"), "args",
+         "Persistent workers need workers.", _needs_workers("dataloader_persistent_workers")),
+    Rule("H10", ("sdpa_set_priority", "sdpa_backend"), "args",
+         "A priority needs a list of backends.", _priority_needs_list),
+]
+# fmt: on
