@@ -1,0 +1,63 @@
+"""What every test runs under: no network, one thread, and a process left as it was found."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+# Before any import of torch or transformers, which read these once.
+os.environ.update(
+    {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
+        "WANDB_MODE": "disabled",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+    }
+)
+# A launcher around the test run must not make single-process tests believe they are ranks.
+for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+    os.environ.pop(_name, None)
+for _name in [name for name in os.environ if name.startswith("SLURM_")]:
+    del os.environ[_name]
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def restored_process() -> Iterator[None]:
+    """Environment, generators, default dtype and process groups are as before after each test."""
+    environ = dict(os.environ)
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    torch_state, dtype = torch.get_rng_state(), torch.get_default_dtype()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_rng_state(torch_state)
+    np.random.set_state(numpy_state)
+    random.setstate(python_state)
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    # pytest's own note of the running test is pytest's to change.
+    environ.pop("PYTEST_CURRENT_TEST", None)
+    os.environ.update(environ)
