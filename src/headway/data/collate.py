@@ -1,0 +1,176 @@
+"""Collation: samples of any length become one batch of tensors.
+
+Owns: padding values, the attention mask of padded batches, labels where a dataset has none.
+Does not own: fetching samples (fetch) nor moving batches to a device (strategies).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from headway.errors import ConfigError
+
+IGNORED_LABEL = -100
+# Keys whose first dimension is the sequence: these are padded, everything else must agree.
+_FILL = {
+    "attention_mask": 0,
+    "document_ids": -1,
+    "position_ids": 0,
+    "token_type_ids": 0,
+    "loss_mask": 0,
+}
+
+
+class PadCollator:
+    """Pads token dicts of ragged lengths into one batch.
+
+    `input_ids` is padded with `pad_token_id`, `labels` with `label_pad`, `attention_mask` with 0
+    (made if padding was needed and none was given), `document_ids` with -1, `position_ids` with 0.
+    Without `labels`, and with `causal_labels`, they are a copy of the ids, padding excepted.
+    Longer samples are cut to `max_length`.
+    """
+
+    def __init__(
+        self,
+        pad_token_id: int = 0,
+        label_pad: int = IGNORED_LABEL,
+        pad_to_multiple_of: int | None = None,
+        max_length: int | None = None,
+        causal_labels: bool = True,
+    ) -> None:
+        for name, value in (("pad_to_multiple_of", pad_to_multiple_of), ("max_length", max_length)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        self.pad_token_id = pad_token_id
+        self.label_pad = label_pad
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.max_length = max_length
+        self.causal_labels = causal_labels
+        self._fill = {"input_ids": pad_token_id, "labels": label_pad, **_FILL}
+
+    def __call__(self, items: Sequence[Any]) -> Any:
+        if len(items) == 0:
+            raise ConfigError("a batch cannot be made from no samples")
+        first = items[0]
+        if not isinstance(first, Mapping):
+            return torch.utils.data.default_collate(list(items))
+        keys = first.keys()
+        if len(items) > 1:
+            for item in items:
+                if item.keys() != keys:
+                    raise ConfigError(_describe_keys(items))
+        if "input_ids" not in keys:
+            return {key: _stack(key, [_as_array(item[key]) for item in items]) for key in keys}
+        return self._collate_tokens(items, list(keys))
+
+    def _collate_tokens(self, items: Sequence[Mapping[str, Any]], keys: list[str]) -> Any:
+        rows = [_as_array(item["input_ids"]) for item in items]
+        lengths = [len(row) for row in rows]
+        width = max(lengths)
+        if self.max_length is not None:
+            width = min(width, self.max_length)
+            lengths = [min(length, width) for length in lengths]
+        if self.pad_to_multiple_of is not None:
+            width = -(-width // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        uncut = self.max_length is None
+        ragged = any(length != width for length in lengths)
+        batch: dict[str, Any] = {}
+        for key in keys:
+            columns = rows if key == "input_ids" else [_as_array(item[key]) for item in items]
+            if key in self._fill and (ragged or not uncut):
+                batch[key] = _pad(key, columns, lengths, width, self._fill[key])
+            else:
+                batch[key] = _stack(key, columns)
+        if ragged and "attention_mask" not in batch:
+            batch["attention_mask"] = _length_mask(lengths, width)
+        if self.causal_labels and "labels" not in batch:
+            labels = batch["input_ids"].clone()
+            if "attention_mask" in batch:
+                labels[batch["attention_mask"] == 0] = self.label_pad
+            batch["labels"] = labels
+        return batch
+
+
+default_collator = PadCollator()
+
+
+def _as_array(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return value
+    if isinstance(value, (str, bytes)) or value is None:
+        return value
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return value
+
+
+def _stack(key: str, values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, np.ndarray):
+        if first.dtype.kind in "OUS":
+            return [value.tolist() for value in values]
+        shapes = {np.shape(value) for value in values}
+        if len(shapes) > 1:
+            raise ConfigError(_ragged(key, shapes))
+        return torch.from_numpy(_widen(np.stack(values)))
+    if isinstance(first, torch.Tensor):
+        shapes = {tuple(value.shape) for value in values}
+        if len(shapes) > 1:
+            raise ConfigError(_ragged(key, shapes))
+        return torch.stack(values)
+    return values
+
+
+def _pad(key: str, values: list[Any], lengths: list[int], width: int, fill: int) -> torch.Tensor:
+    if not all(isinstance(value, (np.ndarray, torch.Tensor)) for value in values):
+        raise ConfigError(f"{key!r} must hold numbers, found {type(values[0]).__name__}")
+    if isinstance(values[0], torch.Tensor):
+        first = values[0]
+        padded = first.new_full((len(values), width, *first.shape[1:]), fill)
+        for row, (value, length) in enumerate(zip(values, lengths)):
+            _check_length(key, len(value), length)
+            padded[row, :length] = value[:length]
+        return padded
+    array = np.full((len(values), width, *values[0].shape[1:]), fill, dtype=_wide(values[0].dtype))
+    for row, (value, length) in enumerate(zip(values, lengths)):
+        _check_length(key, len(value), length)
+        array[row, :length] = value[:length]
+    return torch.from_numpy(array)
+
+
+def _check_length(key: str, found: int, needed: int) -> None:
+    if found < needed:
+        raise ConfigError(f"{key!r} has {found} entries where input_ids has {needed}")
+
+
+def _length_mask(lengths: list[int], width: int) -> torch.Tensor:
+    mask = np.arange(width) < np.asarray(lengths)[:, None]
+    return torch.from_numpy(mask.astype(np.int64))
+
+
+def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Token ids from narrow or unsigned types become int64, which embeddings take."""
+    return np.dtype(np.int64) if dtype.kind == "u" and dtype.itemsize > 1 else dtype
+
+
+def _widen(array: Any) -> Any:
+    return array.astype(_wide(array.dtype), copy=False)
+
+
+def _ragged(key: str, shapes: set[tuple[int, ...]]) -> str:
+    shown = ", ".join(map(str, sorted(shapes)[:4]))
+    return (
+        f"the samples of a batch disagree in the shape of {key!r} ({shown}); "
+        "give a data_collator that pads it"
+    )
+
+
+def _describe_keys(items: Sequence[Mapping[str, Any]]) -> str:
+    everything = set().union(*(item.keys() for item in items))
+    partial = sorted(str(key) for key in everything if any(key not in item for item in items))
+    return f"the samples of a batch have different keys: {', '.join(partial)} only in some of them"
