@@ -1,0 +1,227 @@
+"""Causal attention with grouped heads, over SDPA or flex attention, with every mask we support.
+
+Owns: `Attention`, `AttentionPlan` (what may see what, decided once per forward), the masks.
+Does not own: positions (rope.py), the cache's storage (cache.py), the block around it (decoder.py).
+
+Shapes: B batch, S queries, T keys, N heads, D head width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headway.errors import ConfigError
+from headway.models.cache import KVCache
+from headway.models.config import DecoderConfig
+from headway.models.norm import RMSNorm
+from headway.models.rope import apply_rope
+
+
+def new_linear(num_in: int, num_out: int, *, bias: bool = False) -> nn.Linear:
+    """A linear layer with unset weights: `Decoder.init_weights` draws them, once."""
+    device = torch.get_default_device()
+    linear = nn.utils.skip_init(nn.Linear, num_in, num_out, bias=bias, device=device)
+    assert isinstance(linear, nn.Linear)
+    return linear
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Which keys each query of one forward pass sees, in the form the kernel wants."""
+
+    is_causal: bool = True
+    """The kernel's own causal mask is all that is needed."""
+    mask: Tensor | None = None
+    """[B or 1, 1, S, T], true where a query sees a key (SDPA)."""
+    block_mask: Any = None
+    """The same as a block mask (flex)."""
+
+
+def plan_attention(
+    config: DecoderConfig,
+    *,
+    seq_len: int,
+    past_len: int,
+    device: torch.device,
+    document_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    cached: bool,
+) -> AttentionPlan:
+    """Decide the mask of one forward pass; the plain causal case builds none."""
+    if cached and document_ids is not None:
+        raise ConfigError("document_ids cannot be combined with a key/value cache")
+    num_keys = past_len + seq_len
+    if attention_mask is not None and attention_mask.shape[-1] != num_keys:
+        raise ConfigError(
+            f"attention_mask covers {attention_mask.shape[-1]} tokens, the sequence has {num_keys}"
+        )
+    # Looking at a mask costs a host sync on an accelerator, so there a given mask is always used.
+    if attention_mask is not None and attention_mask.device.type == "cpu" and attention_mask.all():
+        attention_mask = None
+    window = config.sliding_window
+    if window is not None and window >= num_keys:
+        window = None
+    if config.attention == "flex" and not cached:
+        return AttentionPlan(
+            is_causal=False,
+            block_mask=_block_mask(seq_len, device, window, document_ids, attention_mask),
+        )
+    plain = document_ids is None and attention_mask is None and window is None
+    if plain and (past_len == 0 or seq_len == 1):
+        return AttentionPlan(is_causal=past_len == 0 and seq_len > 1)
+    mask = _dense_mask(seq_len, past_len, device, window, document_ids, attention_mask)
+    return AttentionPlan(is_causal=False, mask=mask)
+
+
+def _dense_mask(
+    seq_len: int,
+    past_len: int,
+    device: torch.device,
+    window: int | None,
+    document_ids: Tensor | None,
+    attention_mask: Tensor | None,
+) -> Tensor:
+    keys = torch.arange(past_len + seq_len, device=device)
+    queries = keys[past_len:].unsqueeze(1)
+    seen = keys <= queries
+    if window is not None:
+        seen = seen & (queries - keys < window)
+    seen = seen.unsqueeze(0)
+    if document_ids is not None:
+        seen = seen & (document_ids.unsqueeze(2) == document_ids.unsqueeze(1))
+    if attention_mask is not None:
+        # A padded query still sees itself: a row with no key at all would be NaN.
+        seen = seen & (attention_mask.bool().unsqueeze(1) | (keys == queries))
+    return seen.unsqueeze(1)
+
+
+def _block_mask(
+    seq_len: int,
+    device: torch.device,
+    window: int | None,
+    document_ids: Tensor | None,
+    attention_mask: Tensor | None,
+) -> Any:
+    if document_ids is None and attention_mask is None:
+        return _shared_block_mask(seq_len, device, window)
+    some = document_ids if document_ids is not None else attention_mask
+    assert some is not None
+    padding = None if attention_mask is None else attention_mask.bool()
+    mod = _mask_mod(window, document_ids, padding)
+    return _create_block_mask(device)(
+        mod, B=some.shape[0], H=None, Q_LEN=seq_len, KV_LEN=seq_len, device=device
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _shared_block_mask(seq_len: int, device: torch.device, window: int | None) -> Any:
+    mod = _mask_mod(window, None, None)
+    return _create_block_mask(device)(
+        mod, B=None, H=None, Q_LEN=seq_len, KV_LEN=seq_len, device=device
+    )
+
+
+def _mask_mod(
+    window: int | None, document_ids: Tensor | None, padding: Tensor | None
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    def sees(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        seen = q >= kv
+        if window is not None:
+            seen = seen & (q - kv < window)
+        if document_ids is not None:
+            seen = seen & (document_ids[b, q] == document_ids[b, kv])
+        if padding is not None:
+            seen = seen & (padding[b, kv] | (q == kv))
+        return seen
+
+    return sees
+
+
+@functools.cache
+def _compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    return torch.compile(flex_attention), torch.compile(create_block_mask)
+
+
+def _create_block_mask(device: torch.device) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask if device.type == "cpu" else _compiled_flex()[1]
+
+
+def _attend_flex(q_BNSD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, block_mask: Any) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    attend: Any = flex_attention if q_BNSD.device.type == "cpu" else _compiled_flex()[0]
+    grouped = q_BNSD.shape[1] != k_BNTD.shape[1]
+    out: Tensor = attend(q_BNSD, k_BNTD, v_BNTD, block_mask=block_mask, enable_gqa=grouped)
+    return out
+
+
+def _attend_sdpa(q_BNSD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, plan: AttentionPlan) -> Tensor:
+    repeats = q_BNSD.shape[1] // k_BNTD.shape[1]
+    native = repeats == 1 or q_BNSD.device.type == "cpu"
+    if not native and q_BNSD.device.type == "cuda":
+        # Of the GPU kernels only flash (half precision, no mask) groups heads by itself; asked of
+        # the others, SDPA would fall back to writing out the whole score matrix.
+        native = plan.mask is None and q_BNSD.dtype in (torch.float16, torch.bfloat16)
+    if not native:
+        k_BNTD = k_BNTD.repeat_interleave(repeats, dim=1)
+        v_BNTD = v_BNTD.repeat_interleave(repeats, dim=1)
+    return F.scaled_dot_product_attention(
+        q_BNSD,
+        k_BNTD,
+        v_BNTD,
+        attn_mask=plan.mask,
+        is_causal=plan.is_causal,
+        enable_gqa=native and repeats > 1,
+    )
+
+
+class Attention(nn.Module):
+    """Causal self-attention; parameter names are Hugging Face's."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_size = config.head_size
+        query, key = config.num_heads * config.head_size, config.kv_heads * config.head_size
+        bias = config.attention_bias
+        self.q_proj = new_linear(config.hidden_size, query, bias=bias)
+        self.k_proj = new_linear(config.hidden_size, key, bias=bias)
+        self.v_proj = new_linear(config.hidden_size, key, bias=bias)
+        self.o_proj = new_linear(query, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        plan: AttentionPlan,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        heads = (*x.shape[:2], -1, self.head_size)
+        q_BSND = self.q_proj(x).view(heads)
+        k_BSND = self.k_proj(x).view(heads)
+        v_BNTD = self.v_proj(x).view(heads).transpose(1, 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSND, k_BSND = self.q_norm(q_BSND), self.k_norm(k_BSND)
+        q_BNSD = apply_rope(q_BSND, *rope).transpose(1, 2)
+        k_BNTD = apply_rope(k_BSND, *rope).transpose(1, 2)
+        if cache is not None:
+            k_BNTD, v_BNTD = cache.append(self.layer, k_BNTD, v_BNTD)
+        if plan.block_mask is not None:
+            out = _attend_flex(q_BNSD, k_BNTD, v_BNTD, plan.block_mask)
+        else:
+            out = _attend_sdpa(q_BNSD, k_BNTD, v_BNTD, plan)
+        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return projected

@@ -1,0 +1,310 @@
+"""The reference decoder: Llama-family blocks under Hugging Face's parameter names.
+
+Owns: `Decoder`, `DecoderOutput`, the blocks, weight initialisation, activation checkpointing.
+Does not own: attention kernels (attention.py), the loss (loss.py), files (hf.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from headway.errors import ConfigError, unknown
+from headway.models.attention import Attention, AttentionPlan, new_linear, plan_attention
+from headway.models.cache import KVCache
+from headway.models.config import DecoderConfig, check_fields
+from headway.models.loss import chunked_cross_entropy, shift_labels
+from headway.models.norm import RMSNorm, compute_dtype
+from headway.models.rope import RotaryTable
+
+CHECKPOINTING_KEYS = ("context_fn", "determinism_check", "preserve_rng_state", "use_reentrant")
+
+
+@dataclass
+class DecoderOutput:
+    """What a forward pass gives; also indexes like a tuple without the Nones, or by name."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+
+    def to_tuple(self) -> tuple[Tensor, ...]:
+        return tuple(value for value in (self.loss, self.logits) if value is not None)
+
+    def __getitem__(self, key: int | slice | str) -> Any:
+        if isinstance(key, str):
+            if key not in ("loss", "logits"):
+                raise KeyError(key)
+            return getattr(self, key)
+        return self.to_tuple()[key]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.to_tuple())
+
+    def __len__(self) -> int:
+        return len(self.to_tuple())
+
+
+# Sharding and data-parallel wrappers find the tensors of an output through pytree.
+pytree.register_pytree_node(
+    DecoderOutput,
+    lambda output: ([output.loss, output.logits], None),
+    lambda values, _: DecoderOutput(*values),
+    serialized_type_name="headway.models.DecoderOutput",
+)
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU: silu(gate) * up, projected down."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = new_linear(config.hidden_size, config.ffn_size)
+        self.up_proj = new_linear(config.hidden_size, config.ffn_size)
+        self.down_proj = new_linear(config.ffn_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """One block: attention and MLP, each normalised before and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.mlp = GatedMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.dropout = config.dropout
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        plan: AttentionPlan,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        x = x + self._drop(self.self_attn(self.input_layernorm(x), rope, plan, cache))
+        return x + self._drop(self.mlp(self.post_attention_layernorm(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, training=self.training) if self.dropout else x
+
+
+class DecoderStack(nn.Module):
+    """Everything between token ids and the head."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpointing: dict[str, Any] | None = None
+        self.embed_tokens: nn.Embedding = nn.utils.skip_init(
+            nn.Embedding,
+            config.vocab_size,
+            config.hidden_size,
+            device=torch.get_default_device(),
+        )
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.rotary_emb = RotaryTable(config)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        seq_len, past_len = input_ids.shape[1], cache.length if cache is not None else 0
+        self._check(seq_len + past_len, input_ids.device)
+        if cache is not None:
+            cache.check_room(seq_len)
+        plan = plan_attention(
+            self.config,
+            seq_len=seq_len,
+            past_len=past_len,
+            device=input_ids.device,
+            document_ids=document_ids,
+            attention_mask=attention_mask,
+            cached=cache is not None,
+        )
+        x: Tensor = self.embed_tokens(input_ids)
+        rope = self.rotary_emb(seq_len, past_len, position_ids, compute_dtype(x))
+        recompute = self.checkpointing is not None and self.training and torch.is_grad_enabled()
+        for layer in self.layers:
+            if recompute:
+                x = checkpoint(layer, x, rope, plan, **(self.checkpointing or {}))
+            else:
+                x = layer(x, rope, plan, cache)
+        if cache is not None:
+            cache.advance(seq_len)
+        out: Tensor = self.norm(x)
+        return out
+
+    def _check(self, length: int, device: torch.device) -> None:
+        if length > self.config.max_seq_len:
+            raise ConfigError(
+                f"a sequence of {length} tokens is longer than max_seq_len="
+                f"{self.config.max_seq_len}; shorten the data's sequences or raise max_seq_len"
+            )
+        on_cpu = self.config.attention == "flex" and device.type == "cpu"
+        if on_cpu and torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            raise ConfigError(
+                "attention='flex' cannot train on a CPU (it has no backward pass there); "
+                "set attention='sdpa', or run the forward pass under torch.no_grad()"
+            )
+
+
+class Decoder(nn.Module):
+    """A causal language model whose state dict is that of Hugging Face's Llama, Qwen3 or Mistral.
+
+    Give it a `DecoderConfig`, or the fields of one.
+    """
+
+    def __init__(self, config: DecoderConfig | None = None, **fields: Any) -> None:
+        super().__init__()
+        if config is None:
+            check_fields(fields)
+            config = DecoderConfig(**fields)
+        elif fields:
+            raise ConfigError(f"give config or its fields, not both: {', '.join(sorted(fields))}")
+        self.config = config
+        self.model = DecoderStack(config)
+        self.lm_head = new_linear(config.hidden_size, config.vocab_size)
+        self._tied_weights_keys = self.tied_keys()
+        self.tie_weights()
+        if not self.model.norm.weight.is_meta:
+            self.init_weights()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        return_logits: bool = False,
+        logits_to_keep: int = 0,
+        cache: KVCache | None = None,
+    ) -> DecoderOutput:
+        """Loss (with labels) or logits (without, or with return_logits) of input_ids [B, S].
+
+        labels: as long as input_ids, shifted inside, -100 ignored; the summed loss is divided by
+        num_items_in_batch, or by the number of targets. document_ids [B, S]: a token sees only
+        tokens of equal id. attention_mask [B, S]: 0 marks padding. logits_to_keep: only the logits
+        of that many last positions, 0 for all.
+        """
+        hidden = self.model(
+            input_ids,
+            position_ids=position_ids,
+            document_ids=document_ids,
+            attention_mask=attention_mask,
+            cache=cache,
+        )
+        output = DecoderOutput()
+        if labels is not None:
+            output.loss = chunked_cross_entropy(
+                hidden,
+                self.lm_head.weight,
+                shift_labels(labels),
+                num_items=num_items_in_batch,
+                chunk_tokens=self.config.loss_chunk_tokens,
+            )
+        if labels is None or return_logits:
+            output.logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        return output
+
+    def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
+        """Continue the prompts; see `headway.models.generate` for the options."""
+        from headway.models.generation import generate
+
+        return generate(self, input_ids, **options)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw all weights anew; needed after building on the meta device and `to_empty`."""
+        self.tie_weights()
+        self.reset_buffers()
+        for name, module in self.named_modules():
+            if isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+            elif isinstance(module, nn.Embedding | nn.Linear):
+                if not (name == "lm_head" and self.config.tie_embeddings):
+                    nn.init.normal_(module.weight, std=self.config.initializer_range)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def reset_buffers(self) -> None:
+        """Recompute what is in no state dict: the rotary tables."""
+        self.model.rotary_emb.reset()
+
+    def tied_keys(self) -> dict[str, str]:
+        """Names in the state dict that are another name's tensor: alias -> canonical name."""
+        if not self.config.tie_embeddings:
+            return {}
+        return {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def tie_weights(self) -> None:
+        """Make the head the embedding's own Parameter, where the configuration says so."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Leaving the meta device replaces every Parameter by itself, which would break the tie.
+        super()._apply(fn, recurse)
+        self.tie_weights()
+        return self
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Keep only each block's input and recompute the block in backward."""
+        given = dict(gradient_checkpointing_kwargs or {})
+        problems = [
+            unknown("gradient_checkpointing_kwargs key", key, CHECKPOINTING_KEYS)
+            for key in given
+            if key not in CHECKPOINTING_KEYS
+        ]
+        if problems:
+            raise ConfigError(problems)
+        # Saving the random state costs a device round trip, and only dropout needs it.
+        defaults = {"use_reentrant": False, "preserve_rng_state": self.config.dropout > 0}
+        self.model.checkpointing = {**defaults, **given}
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep all activations again."""
+        self.model.checkpointing = None
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return self.model.checkpointing is not None
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def check_token_range(self, input_ids: Tensor) -> None:
+        """Raise `ConfigError` for an id outside the vocabulary; reads the values (a host sync)."""
+        if input_ids.numel() == 0:
+            return
+        low, high = int(input_ids.min()), int(input_ids.max())
+        size = self.config.vocab_size
+        if low < 0 or high >= size:
+            raise ConfigError(
+                f"token id {high if high >= size else low} in the data is outside the model's "
+                f"vocabulary: 0 to {size - 1} (vocab_size={size})"
+            )

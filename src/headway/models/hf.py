@@ -1,0 +1,325 @@
+"""Hugging Face model folders: writing a model as one, reading one, and tied weights in both.
+
+Owns: `save_pretrained`, `load_pretrained`, `load_causal_lm`, tie detection for any module.
+Does not own: training checkpoints (checkpoint/), configurations' spelling (hf_config.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headway.errors import ConfigError, missing_extra
+from headway.models.config import DecoderConfig, check_fields
+from headway.models.decoder import Decoder
+from headway.models.hf_config import from_hf_config, is_supported_family, to_hf_config
+
+WEIGHTS_INDEX = "model.safetensors.index.json"
+SINGLE_WEIGHTS = "model.safetensors"
+DEFAULT_SHARD_BYTES = 5 * 1024**3
+_DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
+
+
+def hf_config_of(model: nn.Module) -> dict[str, Any] | None:
+    """The config.json of a model, or None for a module Hugging Face has no name for."""
+    if isinstance(model, Decoder):
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        return to_hf_config(model.config, dtype=dtype)
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    if to_dict is None or not hasattr(model, "config_class"):
+        return None
+    config: dict[str, Any] = json.loads(json.dumps(to_dict(), default=str))
+    config["architectures"] = [type(model).__name__]
+    config["dtype"] = str(getattr(model, "dtype", torch.float32)).removeprefix("torch.")
+    return config
+
+
+def state_for_export(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A module's tensors by name, sorted, each once, and the names that alias another's tensor.
+
+    Of several names for one tensor the canonical one is the first in the state dict that the
+    model does not itself list as tied.
+    """
+    state = model.state_dict(keep_vars=True)
+    tied = _listed_ties(model)
+    groups: dict[object, list[str]] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"the model's state {name!r} is a {type(value).__name__}; only tensors can be "
+                "stored (return tensors from get_extra_state, or none)"
+            )
+        groups.setdefault(_identity(value), []).append(name)
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    for names in groups.values():
+        canonical = next((name for name in names if name not in tied), names[0])
+        tensors[canonical] = state[canonical].detach()
+        aliases |= {name: canonical for name in names if name != canonical}
+    return dict(sorted(tensors.items())), dict(sorted(aliases.items()))
+
+
+def _listed_ties(model: nn.Module) -> set[str]:
+    names: set[str] = set()
+    for prefix, module in model.named_modules():
+        listed = getattr(module, "_tied_weights_keys", None) or ()
+        names |= {f"{prefix}.{name}" if prefix else name for name in listed}
+    return names
+
+
+def _identity(tensor: Tensor) -> object:
+    """Equal for two state entries exactly when they are one tensor in memory."""
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.is_meta:
+        return id(tensor)
+    if tensor.numel() == 0 or tensor.layout != torch.strided:
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def load_state(
+    model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None
+) -> None:
+    """Put stored tensors into a module: copied in place, or adopted where it is on meta.
+
+    Every name must be there (itself, by its alias, or by a name tied to it) and no other.
+    """
+    state = model.state_dict(keep_vars=True)
+    aliases = dict(aliases or {})
+    by_identity: dict[object, list[str]] = {}
+    for name, value in state.items():
+        by_identity.setdefault(_identity(value), []).append(name)
+    sources: dict[str, Tensor] = {}
+    problems = []
+    for names in by_identity.values():
+        stored = [aliases.get(name, name) for name in names] + names
+        found = next((tensors[name] for name in stored if name in tensors), None)
+        if found is None:
+            problems.append(f"the stored weights have no tensor {names[0]!r}")
+        elif found.shape != state[names[0]].shape:
+            problems.append(
+                f"tensor {names[0]!r} is stored as {list(found.shape)}, "
+                f"the model has {list(state[names[0]].shape)}"
+            )
+        else:
+            sources |= dict.fromkeys(names, found)
+    problems += [
+        f"the stored weights hold {name!r}, which the model does not have"
+        for name in tensors
+        if name not in state and name not in aliases.values()
+    ]
+    if problems:
+        raise ConfigError(_shorten(problems))
+    _put(model, state, sources)
+
+
+def _shorten(problems: list[str], most: int = 8) -> list[str]:
+    extra = len(problems) - most
+    return problems[:most] + ([f"... and {extra} more such problems"] if extra > 0 else [])
+
+
+@torch.no_grad()
+def _put(model: nn.Module, state: Mapping[str, Any], sources: Mapping[str, Tensor]) -> None:
+    adopted: dict[int, Tensor] = {}
+    for name, source in sources.items():
+        target = state[name]
+        if not target.is_meta:
+            target.copy_(source)
+            continue
+        if id(target) not in adopted:
+            new = source
+            if isinstance(target, nn.Parameter):
+                new = nn.Parameter(source, requires_grad=target.requires_grad)
+            adopted[id(target)] = new
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, adopted[id(target)])
+
+
+def save_pretrained(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    tokenizer: Any = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Write a folder that transformers' `from_pretrained` reads, tied weights stored once.
+
+    A module without a Hugging Face configuration gets the weight files alone.
+    """
+    from safetensors.torch import save_file
+
+    if max_shard_bytes < 1:
+        raise ConfigError(f"max_shard_bytes={max_shard_bytes}: a number above 0 is needed")
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = hf_config_of(model)
+    if config is not None:
+        _write_json(folder / "config.json", config)
+        _write_json(folder / "generation_config.json", generation_config(config))
+    tensors, _ = state_for_export(model)
+    shards = split_shards({name: _num_bytes(t) for name, t in tensors.items()}, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = shard_name(number, len(shards))
+        # Views of one storage must be stored apart; a file cannot express the overlap.
+        content = {
+            name: tensors[name].cpu().clone(memory_format=torch.contiguous_format) for name in names
+        }
+        save_file(content, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    total = sum(_num_bytes(t) for t in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_json(folder / WEIGHTS_INDEX, index)
+    _remove_stale_weights(folder, set(weight_map.values()))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+
+
+def generation_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The generation_config.json that goes with a config.json."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    given = {name: hf_config[name] for name in names if hf_config.get(name) is not None}
+    return {"_from_model_config": True, **given}
+
+
+def split_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
+    """Names dealt in order to shards of at most `max_shard_bytes`, a larger tensor alone."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def shard_name(number: int, count: int) -> str:
+    """The file name of shard `number` (from 1) of `count`."""
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _remove_stale_weights(folder: Path, written: set[str]) -> None:
+    for path in folder.glob("model*.safetensors"):
+        if path.name not in written:
+            path.unlink()
+
+
+def read_hf_config(directory: str | Path) -> dict[str, Any]:
+    """The config.json of a model folder."""
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise ConfigError(f"model folder {str(folder)!r} does not exist")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{str(folder)!r} is no Hugging Face model folder: no config.json in it")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{str(path)!r} must hold a JSON object")
+    return content
+
+
+def weight_files(directory: str | Path) -> list[Path]:
+    """The safetensors files of a model folder: those the index names, or the single one."""
+    folder = Path(directory)
+    index = folder / WEIGHTS_INDEX
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [folder / name for name in names]
+    else:
+        files = [folder / SINGLE_WEIGHTS]
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise ConfigError(
+            f"{str(folder)!r} lacks the weight file {missing[0]!r}"
+            + (
+                ""
+                if index.is_file()
+                else f" (and has no {WEIGHTS_INDEX}); only safetensors are read"
+            )
+        )
+    return files
+
+
+def _read_tensors(
+    folder: Path, device: str | torch.device, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                for name in file.keys():  # noqa: SIM118 - safe_open has no __iter__
+                    tensor = file.get_tensor(name)
+                    cast = dtype is not None and tensor.is_floating_point()
+                    yield name, tensor.to(dtype) if cast else tensor
+        except SafetensorError as error:
+            raise ConfigError(f"{str(path)!r} cannot be read: {error}") from error
+
+
+def load_pretrained(
+    directory: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    config_overrides: Mapping[str, Any] | None = None,
+) -> Decoder:
+    """A `Decoder` from a Llama, Qwen3 or Mistral folder; `dtype=None` keeps the stored one.
+
+    `config_overrides` replaces fields of the `DecoderConfig` (attention, dropout, ...).
+    """
+    folder = Path(directory)
+    values = from_hf_config(read_hf_config(folder)).to_dict() | dict(config_overrides or {})
+    check_fields(values)
+    config = DecoderConfig(**values)
+    with torch.device("meta"):
+        model = Decoder(config)
+    tied = model.tied_keys()
+    tensors = {
+        name: tensor
+        for name, tensor in _read_tensors(folder, device, dtype)
+        if name not in tied and not name.endswith(_DERIVED_SUFFIXES)
+    }
+    load_state(model, tensors, tied)
+    model.model.rotary_emb.to_empty(device=device)
+    return model
+
+
+def load_causal_lm(
+    directory: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    config_overrides: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """A `Decoder` if the folder is of its families, else whatever transformers makes of it."""
+    if is_supported_family(read_hf_config(directory)):
+        return load_pretrained(
+            directory, device=device, dtype=dtype, config_overrides=config_overrides
+        )
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise missing_extra("transformers", "transformers", f"loading {str(directory)!r}") from None
+    if config_overrides:
+        raise ConfigError(
+            f"config_overrides apply to the reference decoder only, not to {str(directory)!r}"
+        )
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype or "auto")
+    return model.to(device)

@@ -1,0 +1,231 @@
+"""Cross entropy in chunks of tokens, so that logits (or their float32 copy) are never whole.
+
+Owns: `chunked_cross_entropy` from hidden states, `cross_entropy_sum` from logits, label shifting.
+Does not own: what the loss is divided by across micro-batches and ranks (engine/).
+
+Shapes: N tokens, V vocabulary, D hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.models.norm import compute_dtype
+
+IGNORED_LABEL = -100
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """Labels aligned to the position that predicts them: each row moved left, its end ignored."""
+    shifted = torch.full_like(labels, IGNORED_LABEL)
+    shifted[..., :-1] = labels[..., 1:]
+    return shifted
+
+
+def count_targets(labels: Tensor) -> Tensor:
+    """How many already shifted labels count, as a tensor on their device."""
+    return (labels != IGNORED_LABEL).sum()
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    num_items: int | Tensor | None = None,
+    chunk_tokens: int = 1024,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Cross entropy of `hidden @ weight.T (+ bias)` against already shifted `labels`.
+
+    The sum over labels other than -100, divided by `num_items` or else by their own number.
+    """
+    flat_labels = labels.reshape(-1)
+    dtype = compute_dtype(hidden)
+    hidden_ND = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+    chunk = chunk_tokens or max(hidden_ND.shape[0], 1)
+    wanted = [t is not None and t.requires_grad for t in (hidden_ND, weight, bias)]
+    if torch.is_grad_enabled() and any(wanted):
+        total: Tensor = _HeadCrossEntropy.apply(hidden_ND, weight, bias, flat_labels, chunk)
+    else:
+        total = _HeadPass(hidden_ND, weight, bias, flat_labels, chunk, (False,) * 3).total
+    return total / _divisor(num_items, flat_labels)
+
+
+def _divisor(num_items: int | Tensor | None, flat_labels: Tensor) -> int | Tensor:
+    if num_items is None:
+        num_items = count_targets(flat_labels)
+    return num_items.clamp(min=1) if isinstance(num_items, Tensor) else max(num_items, 1)
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _spans(num_tokens: int, chunk: int) -> Iterator[slice]:
+    for start in range(0, num_tokens, chunk):
+        yield slice(start, min(start + chunk, num_tokens))
+
+
+class _HeadPass:
+    """One pass over the tokens: the summed loss and, as wanted, its gradients, all unscaled.
+
+    Gradients stay unscaled (a probability less one) until backward, so that half precision
+    neither underflows nor rounds the factor.
+    """
+
+    def __init__(
+        self,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        labels_N: Tensor,
+        chunk: int,
+        wanted: tuple[bool, ...],
+    ) -> None:
+        self.dtype = hidden_ND.dtype
+        self.hidden_ND, self.labels_N = hidden_ND, labels_N
+        sum_dtype = _sum_dtype(self.dtype)
+        self.total = torch.zeros((), dtype=sum_dtype, device=hidden_ND.device)
+        self.grad_hidden = torch.empty_like(hidden_ND) if wanted[0] else None
+        # Half precision would lose small terms over many chunks.
+        self.grad_weight = torch.zeros_like(weight_VD, dtype=sum_dtype) if wanted[1] else None
+        self.grad_bias = None
+        if wanted[2] and bias_V is not None:
+            self.grad_bias = torch.zeros_like(bias_V, dtype=sum_dtype)
+        with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):
+            self.weight_VD = weight_VD.detach().to(self.dtype)
+            self.bias_V = None if bias_V is None else bias_V.detach().to(self.dtype)
+            for span in _spans(hidden_ND.shape[0], chunk):
+                self._add(span, any(wanted))
+        del self.weight_VD, self.bias_V, self.hidden_ND, self.labels_N
+
+    def _add(self, span: slice, with_grads: bool) -> None:
+        hidden_CD, labels_C = self.hidden_ND[span], self.labels_N[span]
+        ignored_C = labels_C == IGNORED_LABEL
+        index_C1 = labels_C.masked_fill(ignored_C, 0).unsqueeze(1)
+        if self.bias_V is None:
+            logits_CV = hidden_CD @ self.weight_VD.t()
+        else:
+            logits_CV = torch.addmm(self.bias_V, hidden_CD, self.weight_VD.t())
+        logp_CV = torch.log_softmax(logits_CV, -1, dtype=self.total.dtype)
+        del logits_CV
+        picked_C1 = logp_CV.gather(1, index_C1)
+        self.total -= picked_C1.squeeze(1).masked_fill(ignored_C, 0.0).sum()
+        if not with_grads:
+            return
+        if self.dtype == logp_CV.dtype:
+            grad_CV = logp_CV.exp_()
+        else:
+            grad_CV = torch.exp(logp_CV, out=torch.empty_like(logp_CV, dtype=self.dtype))
+        del logp_CV
+        # p - 1 at the label, from the log: subtracting in half precision would cancel.
+        grad_CV.scatter_(1, index_C1, picked_C1.expm1().to(self.dtype))
+        # Ignored rows are struck from the narrow operands; striking [C, V] would cost a full pass.
+        ignored_C1 = ignored_C.unsqueeze(1)
+        if self.grad_hidden is not None:
+            out_CD = self.grad_hidden[span]
+            torch.mm(grad_CV, self.weight_VD, out=out_CD).masked_fill_(ignored_C1, 0.0)
+        if self.grad_weight is not None:
+            _add_product(self.grad_weight, grad_CV.t(), hidden_CD.masked_fill(ignored_C1, 0.0))
+        if self.grad_bias is not None:
+            self.grad_bias += (~ignored_C).to(self.dtype) @ grad_CV
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, with the sum kept in the dtype of `total`."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.device.type == "cuda":
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+class _HeadCrossEntropy(torch.autograd.Function):
+    """Summed cross entropy of the head's logits; gradients are made along with the loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        labels_N: Tensor,
+        chunk: int,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N)
+        ctx.chunk = chunk
+        ctx.made = _HeadPass(
+            hidden_ND, weight_VD, bias_V, labels_N, chunk, ctx.needs_input_grad[:3]
+        )
+        total: Tensor = ctx.made.total
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (scale,) = grads
+        hidden_ND, weight_VD, bias_V, labels_N = ctx.saved_tensors
+        made: _HeadPass | None = ctx.made
+        if made is None:  # a second backward through a retained graph
+            wanted = ctx.needs_input_grad[:3]
+            made = _HeadPass(hidden_ND, weight_VD, bias_V, labels_N, ctx.chunk, wanted)
+        # Scaling below happens in place, and autograd may keep the tensors as .grad.
+        ctx.made = None
+        grad_hidden, grad_weight, grad_bias = made.grad_hidden, made.grad_weight, made.grad_bias
+        if grad_hidden is not None:
+            grad_hidden = (grad_hidden.to(scale.dtype).mul_(scale)).to(hidden_ND.dtype)
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(scale).to(weight_VD.dtype)
+        if grad_bias is not None and bias_V is not None:
+            grad_bias = grad_bias.mul_(scale).to(bias_V.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor, *, chunk_tokens: int = 1024) -> Tensor:
+    """Summed cross entropy of whole logits [..., S, V] against labels [..., S], shifted inside.
+
+    For models that return only logits: no float32 copy of them is ever whole.
+    """
+    flat_labels = shift_labels(labels).reshape(-1)
+    logits_NV = logits.reshape(-1, logits.shape[-1])
+    chunk = chunk_tokens or max(logits_NV.shape[0], 1)
+    total: Tensor = _LogitsCrossEntropy.apply(logits_NV, flat_labels, chunk)
+    return total
+
+
+class _LogitsCrossEntropy(torch.autograd.Function):
+    """Summed cross entropy of logits; keeps only the log of each row's denominator."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, chunk: int) -> Tensor:
+        dtype = _sum_dtype(logits_NV.dtype)
+        total = torch.zeros((), dtype=dtype, device=logits_NV.device)
+        lse_N = torch.empty(logits_NV.shape[0], dtype=dtype, device=logits_NV.device)
+        for span in _spans(logits_NV.shape[0], chunk):
+            rows_CV, labels_C = logits_NV[span].to(dtype), labels_N[span]
+            ignored_C = labels_C == IGNORED_LABEL
+            index_C1 = labels_C.masked_fill(ignored_C, 0).unsqueeze(1)
+            lse_N[span] = torch.logsumexp(rows_CV, -1)
+            loss_C = lse_N[span] - rows_CV.gather(1, index_C1).squeeze(1)
+            total += loss_C.masked_fill(ignored_C, 0.0).sum()
+        ctx.save_for_backward(logits_NV, labels_N, lse_N)
+        ctx.chunk = chunk
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (scale,) = grads
+        logits_NV, labels_N, lse_N = ctx.saved_tensors
+        grad_NV = torch.empty_like(logits_NV)
+        for span in _spans(logits_NV.shape[0], ctx.chunk):
+            ignored_C1 = (labels_N[span] == IGNORED_LABEL).unsqueeze(1)
+            index_C1 = labels_N[span].unsqueeze(1).masked_fill(ignored_C1, 0)
+            rows_CV = (logits_NV[span].to(lse_N.dtype) - lse_N[span].unsqueeze(1)).exp_()
+            rows_CV.scatter_add_(1, index_C1, torch.full_like(rows_CV[:, :1], -1.0))
+            grad_NV[span] = rows_CV.mul_(scale).masked_fill_(ignored_C1, 0.0)
+        return grad_NV, None, None
