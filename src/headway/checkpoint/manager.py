@@ -1,0 +1,326 @@
+"""Saves, finds, loads and retires the checkpoints of one run directory.
+
+Owns: the sequence of a save (temporary directory, manifest last, rename), the choice of what to
+resume from, and carrying out retention. Does not own: the layout (writer.py), the meaning of
+complete (manifest.py), when to save (the training loop).
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import headway
+from headway.checkpoint import leftovers
+from headway.checkpoint.digest import DEFAULT_DIGEST, new_hasher
+from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.manifest import (
+    DIR_PREFIXES,
+    CommittedCheckpoint,
+    Manifest,
+    committed,
+    damaged_manifests,
+    is_committed,
+    read_manifest,
+    verify,
+    write_manifest,
+)
+from headway.checkpoint.owner import new_nonce
+from headway.checkpoint.reader import load_contents, load_weights
+from headway.checkpoint.retention import Entry, choose_deletions, rank_by_metric
+from headway.checkpoint.storage import Storage
+from headway.checkpoint.tensors import MAX_SHARD_BYTES
+from headway.checkpoint.writer import CheckpointContents, ContentsWriter
+from headway.errors import ConfigError, unknown
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What a load found."""
+
+    path: Path
+    step: int
+    manifest: Manifest
+    trainer_state: dict[str, Any]
+
+
+class CheckpointManager:
+    """The checkpoints of one run directory, written and read by one process."""
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        *,
+        save_total_limit: int | None = 2,
+        preserve_n_best: int = 0,
+        greater_is_better: bool = False,
+        digest: str = DEFAULT_DIGEST,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        topology: Mapping[str, Any] | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        choose_deletions([], limit=save_total_limit, num_best=preserve_n_best)  # checks the two
+        new_hasher(digest)
+        if max_shard_bytes < 1:
+            raise ConfigError(f"max_shard_bytes is {max_shard_bytes}; allowed: at least 1")
+        self.output_dir = Path(output_dir).absolute()
+        self.pinned: set[str] = set()
+        """Directory names that retention leaves alone for as long as this object lives."""
+        self._save_total_limit = save_total_limit
+        self._preserve_n_best = preserve_n_best
+        self._greater_is_better = greater_is_better
+        self._digest = digest
+        self._max_shard_bytes = max_shard_bytes
+        self._topology = dict(topology or {"world_size": 1, "strategy": "single"})
+        self._storage = storage or Storage(self.output_dir)
+        self._last_counter = 0
+        self._verified: set[tuple[Path, str]] = set()
+
+    # -- saving -----------------------------------------------------------------------------
+
+    def save(
+        self,
+        contents: CheckpointContents,
+        step: int,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metric: float | None = None,
+        kind: str = "training",
+        permanent: bool = False,
+        before_commit: Callable[[Path], None] | None = None,
+    ) -> Path:
+        """Write one checkpoint and return its directory once it is complete on the disk.
+
+        `metric` is the value that ranks it among the best; `metrics` (all evaluation results) go
+        to `eval_metrics.json`. `before_commit` gets the directory before the manifest is written
+        and may add files. A `permanent` checkpoint is never retired. If anything fails, the error
+        propagates, nothing half-written stays and earlier checkpoints are untouched.
+        """
+        if kind not in DIR_PREFIXES:
+            raise ConfigError(unknown("checkpoint kind", kind, DIR_PREFIXES))
+        if step < 0:
+            raise ConfigError(f"a checkpoint needs a step of 0 or more, not {step}")
+        self._storage.make_root()
+        nonce = new_nonce()
+        final = self.output_dir / f"{DIR_PREFIXES[kind]}-{step}"
+        temporary = final.with_name(f"{final.name}.tmp-{nonce}")
+        try:
+            self._storage.make_dir(temporary)
+            writer = ContentsWriter(
+                self._storage,
+                temporary,
+                digest=self._digest,
+                max_shard_bytes=self._max_shard_bytes,
+            )
+            writer.write(contents, metrics)
+            if before_commit is not None:
+                before_commit(temporary)
+            writer.finish()
+            manifest = Manifest(
+                kind=kind,
+                step=step,
+                save_counter=self._next_counter(),
+                files=writer.files,
+                components=writer.components,
+                topology=self._topology,
+                digest_algorithm=self._digest,
+                config_digest=writer.config_digest,
+                headway_version=headway.__version__,
+                torch_version=importlib.metadata.version("torch"),
+                created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                metrics=dict(metrics) if metrics is not None else None,
+                metric=None if metric is None else float(metric),
+                metadata={"permanent": True} if permanent else {},
+            )
+            write_manifest(temporary, manifest, self._storage)
+            self._publish(temporary, final, nonce)
+        except BaseException:
+            self._discard(temporary)
+            raise
+        self._last_counter = manifest.save_counter
+        self._retire()
+        return final
+
+    def _next_counter(self) -> int:
+        found = [checkpoint.save_counter for checkpoint in committed(self.output_dir)]
+        return max([self._last_counter, *found]) + 1
+
+    def _publish(self, temporary: Path, final: Path, nonce: str) -> None:
+        """Give a complete directory its name, moving an earlier one of that name aside first."""
+        aside = None
+        was_committed = False
+        if os.path.lexists(final):
+            was_committed = is_committed(final)
+            aside = final.with_name(f"{final.name}.{'old' if was_committed else 'foreign'}-{nonce}")
+            self._storage.rename(final, aside)
+        try:
+            self._storage.rename(temporary, final)
+        except BaseException:
+            if aside is not None:
+                try:
+                    self._storage.rename(aside, final)
+                except Exception as error:
+                    logger.warning("%s keeps the name %s: %s", final, aside.name, error)
+            raise
+        self._storage.sync_dir(self.output_dir)
+        if aside is not None and was_committed:
+            self._storage.remove_tree(aside)
+        elif aside is not None:
+            logger.warning(
+                "%s was there without a valid manifest; it is now %s and was not deleted",
+                final,
+                aside.name,
+            )
+
+    def _discard(self, temporary: Path) -> None:
+        if not os.path.lexists(temporary):
+            return
+        try:
+            self._storage.remove_tree(temporary)
+        except Exception as error:
+            # The failure of the save itself is the one to report.
+            logger.warning("could not remove %s: %s", temporary, error)
+
+    def _entries(self) -> list[Entry]:
+        return [
+            Entry(
+                id=checkpoint.path.name,
+                save_counter=checkpoint.save_counter,
+                step=checkpoint.step,
+                metric=checkpoint.manifest.metric,
+                permanent=bool(checkpoint.manifest.metadata.get("permanent")),
+                pinned=checkpoint.path.name in self.pinned,
+                kind=checkpoint.kind,
+            )
+            for checkpoint in self.list()
+        ]
+
+    def _retire(self) -> None:
+        victims = choose_deletions(
+            self._entries(),
+            limit=self._save_total_limit,
+            num_best=self._preserve_n_best,
+            greater_is_better=self._greater_is_better,
+        )
+        for name in victims:
+            self._storage.remove_tree(self.output_dir / name)
+
+    def clean_leftovers(self) -> list[str]:
+        """Clean up after saves and deletions of processes that are gone; call it at the start."""
+        return leftovers.clean_leftovers(self._storage)
+
+    # -- finding ----------------------------------------------------------------------------
+
+    def list(self) -> list[CommittedCheckpoint]:
+        """The committed checkpoints, by save counter, oldest first."""
+        return committed(self.output_dir)
+
+    def find_latest(self) -> Path | None:
+        """The newest committed training checkpoint; its files are not read."""
+        training = [c.path for c in self.list() if c.kind == "training"]
+        return training[-1] if training else None
+
+    def best(self) -> Path | None:
+        """The training checkpoint with the best metric; of equals the earliest."""
+        ranked = rank_by_metric(self._entries(), greater_is_better=self._greater_is_better)
+        return self.output_dir / ranked[0].id if ranked else None
+
+    def resolve(self, resume: bool | str | Path) -> Path | None:
+        """The checkpoint to resume from.
+
+        True: the newest that verifies; damaged ones are reported by file and passed over; None if
+        there is none. False: None. A path: that checkpoint, or a `ConfigError`.
+        """
+        if resume is False:
+            return None
+        if resume is not True:
+            return self._resolve_path(Path(resume))
+        for reason in damaged_manifests(self.output_dir).values():
+            logger.warning("passing over a damaged checkpoint: %s", reason)
+        for checkpoint in reversed(self.list()):
+            if checkpoint.kind != "training":
+                continue
+            problems = verify(checkpoint.path)
+            if not problems:
+                self._verified.add((checkpoint.path, checkpoint.manifest.digest))
+                return checkpoint.path
+            for problem in problems:
+                logger.warning("passing over a damaged checkpoint: %s", problem)
+        return None
+
+    def _resolve_path(self, given: Path) -> Path:
+        path = given if given.is_absolute() or given.exists() else self.output_dir / given
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            reason = str(error) if path.exists() else f"{path} does not exist"
+            raise ConfigError(self._not_resumable(given, path, reason)) from error
+        if manifest.kind != "training":
+            reason = f"it is of kind {manifest.kind!r}, and only kind 'training' resumes"
+            raise ConfigError(self._not_resumable(given, path, reason))
+        return path.absolute()
+
+    def _not_resumable(self, given: Path, path: Path, reason: str) -> str:
+        inside = [c.path for c in committed(path) if c.kind == "training"]
+        beside = [c.path for c in self.list() if c.kind == "training"]
+        there = ", ".join(str(found) for found in inside or beside)
+        return (
+            f"resume_from_checkpoint={str(given)!r} is not a checkpoint to resume from: {reason}. "
+            f"Checkpoints there: {there or 'none'}"
+        )
+
+    # -- loading ----------------------------------------------------------------------------
+
+    def load(
+        self,
+        contents: CheckpointContents,
+        path: str | Path | None = None,
+        *,
+        components: Collection[str] | None = None,
+        verify: bool = True,
+    ) -> LoadedCheckpoint:
+        """Fill `contents` from a checkpoint, by default from the newest good one.
+
+        Everything is verified before anything is changed. `components` limits the load to the
+        named ones (`model`, `optimizer`, component keys). A component that is required and
+        missing, or that fails to load, is a `CheckpointError`.
+        """
+        directory = Path(path).absolute() if path is not None else self.resolve(True)
+        if directory is None:
+            raise CheckpointError(f"{self.output_dir} holds no checkpoint that can be loaded")
+        manifest = read_manifest(directory)
+        if verify:
+            self._require_intact(directory, manifest)
+        trainer_state = load_contents(contents, directory, manifest, components=components)
+        return LoadedCheckpoint(directory, manifest.step, manifest, trainer_state)
+
+    def load_model(self, model: nn.Module, path: str | Path) -> None:
+        """Load only the weights of a checkpoint of any kind; only their files are verified."""
+        directory = Path(path).absolute()
+        manifest = read_manifest(directory)
+        entry = manifest.component("model")
+        if entry is None:
+            raise CheckpointError(f"{directory} holds no model")
+        self._require_intact(directory, manifest, names=entry["files"])
+        load_weights(model, directory, manifest)
+
+    def _require_intact(
+        self, directory: Path, manifest: Manifest, names: Collection[str] | None = None
+    ) -> None:
+        try:
+            # Only once: what `resolve` has just verified is not read again.
+            self._verified.remove((directory, manifest.digest))
+        except KeyError:
+            problems = verify(directory, names=names)
+            if problems:
+                raise CheckpointError("\n".join(problems)) from None

@@ -1,0 +1,266 @@
+"""The manifest: the one file that declares a checkpoint complete.
+
+Owns: `checkpoint_manifest.json` (its fields, its own digest, writing it last), the list of
+committed checkpoints of a run directory, and verification of a checkpoint against its manifest.
+Does not own: the files it lists (writer.py) or which checkpoint is chosen (manager.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headway.checkpoint.digest import DEFAULT_DIGEST, digest_bytes, digest_file
+from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.owner import NONCE_PATTERN
+from headway.checkpoint.storage import FileRecord, Storage, check_name, is_plain_file, list_files
+from headway.errors import ConfigError
+
+MANIFEST_NAME = "checkpoint_manifest.json"
+FORMAT_VERSION = 1
+DIR_PREFIXES = {"training": "checkpoint", "merged": "merged", "export": "export"}
+_WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
+# `.old-`: a checkpoint moved aside while its successor of the same step takes its name. It counts,
+# so that a crash between the two renames loses nothing.
+_DIR_NAME = re.compile(
+    rf"(?:{'|'.join(DIR_PREFIXES.values())})-\d+(?:\.old-{NONCE_PATTERN})?", re.ASCII
+)
+
+
+@dataclass
+class Manifest:
+    """Everything the manifest records."""
+
+    kind: str
+    """training, merged or export; only training resumes."""
+    step: int
+    save_counter: int
+    """Grows with every save into one run directory; the order of checkpoints."""
+    files: dict[str, FileRecord]
+    """Every file but the manifest itself, by its name relative to the checkpoint."""
+    components: list[dict[str, Any]] = field(default_factory=list)
+    """One `{key, sharing_pattern, files, metadata}` per component, model and optimizer included."""
+    topology: dict[str, Any] = field(default_factory=dict)
+    digest_algorithm: str = DEFAULT_DIGEST
+    config_digest: str | None = None
+    """Digest of the run configuration."""
+    headway_version: str = ""
+    torch_version: str = ""
+    created: str = ""
+    """Time of the save, for people; nothing is ordered by it."""
+    metrics: dict[str, Any] | None = None
+    metric: float | None = None
+    """The value that ranks this checkpoint among the best."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+    digest: str = ""
+    """Digest of all the other fields; filled by `write_manifest`."""
+
+    def component(self, key: str) -> dict[str, Any] | None:
+        """The entry of one component, or None."""
+        return next((entry for entry in self.components if entry["key"] == key), None)
+
+
+@dataclass(frozen=True)
+class CommittedCheckpoint:
+    """A directory with a valid manifest."""
+
+    path: Path
+    step: int
+    save_counter: int
+    kind: str
+    manifest: Manifest
+
+
+def finite_or_text(value: Any) -> Any:
+    """A metric as valid JSON: NaN and the infinities become text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _canonical(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    fields = {f.name: getattr(manifest, f.name) for f in dataclasses.fields(manifest)}
+    del fields["digest"]
+    fields["files"] = {
+        name: {"size": record.size, "digest": record.digest}
+        for name, record in sorted(manifest.files.items())
+    }
+    fields["metric"] = finite_or_text(manifest.metric)
+    if manifest.metrics is not None:
+        fields["metrics"] = {k: finite_or_text(v) for k, v in manifest.metrics.items()}
+    return fields
+
+
+def write_manifest(directory: Path, manifest: Manifest, storage: Storage) -> None:
+    """Commit: write the manifest, synced, into a directory whose files are all on the disk."""
+    fields = _to_json(manifest)
+    manifest.digest = digest_bytes(_canonical(fields), manifest.digest_algorithm)
+    text = json.dumps({**fields, "digest": manifest.digest}, indent=1, allow_nan=False)
+    storage.write_bytes(directory / MANIFEST_NAME, text.encode(), digest=manifest.digest_algorithm)
+    storage.sync_dir(directory)
+
+
+_FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
+    "format_version": int,
+    "kind": str,
+    "step": int,
+    "save_counter": int,
+    "files": dict,
+    "components": list,
+    "topology": dict,
+    "digest_algorithm": str,
+    "config_digest": (str, type(None)),
+    "headway_version": str,
+    "torch_version": str,
+    "created": str,
+    "metrics": (dict, type(None)),
+    "metric": (int, float, str, type(None)),
+    "metadata": dict,
+    "digest": str,
+}
+
+
+def _check_structure(fields: Any, path: Path) -> None:
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    version = fields.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {version}; this Headway reads up to {FORMAT_VERSION}"
+        )
+    if set(fields) != set(_FIELD_TYPES):
+        odd = sorted(set(fields) ^ set(_FIELD_TYPES))
+        raise CheckpointError(f"{path} has missing or unknown fields: {', '.join(odd)}")
+    for name, kind in _FIELD_TYPES.items():
+        if not isinstance(fields[name], kind):
+            raise CheckpointError(f"{path}: {name} is a {type(fields[name]).__name__}")
+    if fields["kind"] not in DIR_PREFIXES:
+        raise CheckpointError(f"{path}: unknown kind {fields['kind']!r}")
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """The manifest of a checkpoint directory; `CheckpointError` naming the file if it is not valid.
+
+    Checks version, structure and the manifest's own digest; `verify` checks the other files.
+    """
+    directory = Path(path)
+    file = directory / MANIFEST_NAME
+    if not is_plain_file(directory, MANIFEST_NAME):
+        raise CheckpointError(f"{file} does not exist: {directory} is not a committed checkpoint")
+    try:
+        fields = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
+    _check_structure(fields, file)
+    own_digest = fields.pop("digest")
+    try:
+        found = digest_bytes(_canonical(fields), fields["digest_algorithm"])
+        files = {
+            check_name(name): FileRecord(int(entry["size"]), str(entry["digest"]))
+            for name, entry in fields["files"].items()
+        }
+        for entry in fields["components"]:
+            if not {"key", "sharing_pattern", "files"} <= set(entry):
+                raise ValueError(f"component entry {entry}")
+    except (ConfigError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} is not a valid manifest: {error!r}") from error
+    if found != own_digest:
+        raise CheckpointError(f"{file} is damaged: its content does not match its digest")
+    if fields["metric"] is not None:
+        fields["metric"] = float(fields["metric"])
+    return Manifest(**{**fields, "files": files, "digest": own_digest})
+
+
+def committed(output_dir: str | Path) -> list[CommittedCheckpoint]:
+    """The committed checkpoints of a run directory, by save counter, oldest first."""
+    found = []
+    for path in _candidates(output_dir):
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError:
+            continue
+        found.append(
+            CommittedCheckpoint(path, manifest.step, manifest.save_counter, manifest.kind, manifest)
+        )
+    return sorted(found, key=lambda c: (c.save_counter, c.step, c.path.name))
+
+
+def is_committed(path: str | Path) -> bool:
+    """Whether a directory holds a valid manifest."""
+    try:
+        read_manifest(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def damaged_manifests(output_dir: str | Path) -> dict[Path, str]:
+    """Checkpoint directories whose manifest is there but not valid, with the reason."""
+    found: dict[Path, str] = {}
+    for path in _candidates(output_dir):
+        if not os.path.lexists(path / MANIFEST_NAME):
+            continue
+        try:
+            read_manifest(path)
+        except CheckpointError as error:
+            found[path] = str(error)
+    return found
+
+
+def _candidates(output_dir: str | Path) -> list[Path]:
+    storage = Storage(output_dir)
+    return [storage.root / name for name in storage.list_dirs() if _DIR_NAME.fullmatch(name)]
+
+
+def verify(path: str | Path, *, names: Collection[str] | None = None) -> list[str]:
+    """What is wrong with a checkpoint, one line per file; empty if all is well.
+
+    Every listed file (or only `names`) must be there with its size and digest, and no weight file
+    may lie beside them that the manifest does not list.
+    """
+    directory = Path(path)
+    try:
+        manifest = read_manifest(directory)
+    except CheckpointError as error:
+        return [str(error)]
+    problems = []
+    for name, record in manifest.files.items():
+        if names is not None and name not in names:
+            continue
+        problem = _check_file(directory, name, record, manifest.digest_algorithm)
+        if problem:
+            problems.append(problem)
+    if names is None:
+        problems += [
+            f"{directory / name} is not listed in the manifest"
+            for name in list_files(directory)
+            if name.endswith(_WEIGHT_ENDINGS) and name not in manifest.files
+        ]
+    return problems
+
+
+def _check_file(directory: Path, name: str, record: FileRecord, algorithm: str) -> str | None:
+    file = directory / name
+    if not os.path.lexists(file):
+        return f"{file} is missing"
+    if not is_plain_file(directory, name):
+        return f"{file} is not a regular file"
+    try:
+        size = file.stat().st_size
+        if size != record.size:
+            return f"{file} has {size} bytes instead of {record.size}"
+        if digest_file(file, algorithm) != record.digest:
+            return f"{file} is damaged: its content does not match its {algorithm} digest"
+    except OSError as error:
+        return f"{file} cannot be read: {error}"
+    return None

@@ -1,0 +1,147 @@
+"""A module's tensors by name, out of the module and back into it.
+
+Owns: the names under which weights are stored, strict matching at load, copying into live tensors.
+Does not own: tie detection (tied.py), files (tensors.py), or the choice of module (strategies).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.tensors import ShardReader
+from headway.checkpoint.tied import input_embedding_names, split_ties
+from headway.errors import nearest
+
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+_EXTRA_STATE = "_extra_state"
+_MOST_NAMED = 8
+
+logger = logging.getLogger(__name__)
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without the parts that torch.compile and checkpoint wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+
+
+@dataclass
+class ModelTensors:
+    """The live tensors of a module: parameters and persistent buffers."""
+
+    by_name: dict[str, torch.Tensor]
+    """Every name, aliases included."""
+    stored: dict[str, torch.Tensor]
+    """What a checkpoint stores, sorted by name."""
+    aliases: dict[str, str]
+    """Alias -> stored name."""
+    extra: dict[str, Any]
+    """What modules return from `get_extra_state`."""
+
+    def names_by_id(self) -> dict[int, str]:
+        """Stored name of every tensor object."""
+        return {id(t): self.aliases.get(name, name) for name, t in self.by_name.items()}
+
+
+def collect_model(model: nn.Module) -> ModelTensors:
+    """The module's tensors (not copied) with their ties."""
+    by_name: dict[str, torch.Tensor] = {}
+    extra: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name.rpartition(".")[2] == _EXTRA_STATE or not isinstance(value, torch.Tensor):
+            extra[name] = value
+        else:
+            by_name[clean_name(name)] = value
+    preferred = input_embedding_names(model)
+    if preferred is not None:
+        preferred = {clean_name(name) for name in preferred}
+    stored, aliases = split_ties(by_name, preferred)
+    return ModelTensors(by_name, stored, aliases, extra)
+
+
+def load_extra_state(model: nn.Module, extra: dict[str, Any]) -> None:
+    """Give modules their extra state back."""
+    if extra:
+        model.load_state_dict(extra, strict=False)
+
+
+def describe_names(names: Iterable[str], candidates: Collection[str] = ()) -> str:
+    """A list of names for an error, each with the nearest candidate."""
+    all_names = sorted(names)
+    shown = []
+    for name in all_names[:_MOST_NAMED]:
+        hint = nearest(name, candidates) if candidates else None
+        shown.append(f"{name} (nearest: {hint})" if hint else name)
+    rest = len(all_names) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")
+
+
+def _match(reader: ShardReader, live: ModelTensors) -> dict[str, str]:
+    """Stored name for each live tensor's name; all that does not fit goes into one error."""
+    sources = {name: name for name in reader.weight_map}
+    sources.update({alias: name for alias, name in reader.aliases.items() if name in sources})
+    # One member of a live tie is enough: files of others may store it under another of its names.
+    filled = {live.aliases.get(name, name) for name in sources if name in live.by_name}
+    missing = [name for name in live.stored if name not in filled]
+    used = {sources[name] for name in sources if name in live.by_name}
+    unexpected = set(reader.weight_map) - used
+    problems = []
+    if missing:
+        problems.append(f"missing in it: {describe_names(missing, unexpected)}")
+    if unexpected:
+        problems.append(f"not in the model: {describe_names(unexpected, missing)}")
+    shapes = reader.shapes(used)
+    wanted = {name: source for name, source in sources.items() if name in live.by_name}
+    for name, source in sorted(wanted.items()):
+        live_shape = tuple(live.by_name[name].shape)
+        if shapes[source] != live_shape:
+            problems.append(f"{name} is {list(shapes[source])} there, {list(live_shape)} here")
+    meta = [name for name in wanted if live.by_name[name].is_meta]
+    if meta:
+        problems.append(f"still on the meta device here: {describe_names(meta)}")
+    if problems:
+        more = len(problems) - _MOST_NAMED
+        listed = "; ".join(problems[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+        raise CheckpointError(f"{reader.index_path} does not fit the model: {listed}")
+    return wanted
+
+
+@torch.no_grad()
+def load_model_tensors(model: nn.Module, reader: ShardReader) -> None:
+    """Copy stored weights into the module's own tensors; nothing is copied unless all names fit."""
+    live = collect_model(model)
+    targets: dict[str, list[str]] = {}
+    for name, source in _match(reader, live).items():
+        targets.setdefault(source, []).append(name)
+    written: dict[str, str] = {}
+    recast = []
+    for source, tensor in reader.items(targets):
+        for name in targets[source]:
+            canonical = live.aliases.get(name, name)
+            target = live.by_name[name]
+            if canonical in written:
+                if written[canonical] != source and not torch.equal(
+                    target, tensor.to(target.device, target.dtype)
+                ):
+                    raise CheckpointError(
+                        f"{name} and {canonical} are one tensor in the model, but "
+                        f"{reader.index_path} holds different values for {source} "
+                        f"and {written[canonical]}"
+                    )
+                continue
+            written[canonical] = source
+            if target.dtype != tensor.dtype:
+                recast.append(name)
+            target.copy_(tensor)
+    if recast:
+        logger.warning(
+            "%d tensors are stored in another dtype than the model's and were converted: %s",
+            len(recast),
+            describe_names(recast),
+        )

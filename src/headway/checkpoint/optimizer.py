@@ -1,0 +1,248 @@
+"""Optimizer state by parameter name, out of the optimizer and back into it.
+
+Owns: tensors keyed `<state>.<parameter name>`, param groups and scalars as JSON, strict matching
+at load. Does not own: building optimizers, or the shards (tensors.py).
+`Optimizer.load_state_dict` is not used: it matches by position and casts every state to its
+parameter's dtype, so float32 moments of a bfloat16 parameter would not come back as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.model import describe_names
+from headway.checkpoint.tensors import ShardReader, why_not_storable
+from headway.checkpoint.tree import join_tree, split_tree
+from headway.errors import ConfigError
+
+# Chosen for the machine at hand, not part of the trajectory: the live values stay.
+_KEPT_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_NOT_HYPERPARAMETERS = frozenset({"params", "param_names"})
+
+
+def _name_of(names: Mapping[int, str], param: torch.Tensor, group: int, number: int) -> str:
+    if id(param) not in names:
+        raise ConfigError(
+            f"parameter {number} of optimizer group {group} (shape {list(param.shape)}) is not a "
+            "parameter of the model; its state cannot be saved by name"
+        )
+    return names[id(param)]
+
+
+def _named_params(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> list[dict[str, torch.Tensor]]:
+    """Parameters by name, one dict per group."""
+    groups: list[dict[str, torch.Tensor]] = []
+    seen: set[str] = set()
+    for index, group in enumerate(optimizer.param_groups):
+        members: dict[str, torch.Tensor] = {}
+        for number, param in enumerate(group["params"]):
+            name = _name_of(names, param, index, number)
+            if name in seen:
+                raise ConfigError(f"the optimizer holds parameter {name} more than once")
+            seen.add(name)
+            members[name] = param
+        groups.append(members)
+    return groups
+
+
+def split_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The optimizer's state as a JSON object and tensors; `names` maps `id(param)` to its name."""
+    tensors: dict[str, torch.Tensor] = {}
+    params: dict[str, Any] = {}
+    groups = _named_params(optimizer, names)
+    for members in groups:
+        for name, param in members.items():
+            params[name] = _split_param(name, param, optimizer.state.get(param, {}), tensors)
+    others = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
+    hyperparameters = [
+        {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+        for group in optimizer.param_groups
+    ]
+    rest, rest_tensors = split_tree(
+        {"param_groups": hyperparameters, "shared": others}, what="optimizer state"
+    )
+    tensors.update(rest_tensors)
+    return {
+        "class": type(optimizer).__qualname__,
+        "groups": [list(members) for members in groups],
+        "params": params,
+        "rest": rest,
+    }, tensors
+
+
+def _split_param(
+    name: str, param: torch.Tensor, state: Mapping[str, Any], tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    stored, on_host, values = [], [], {}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            values[key] = value
+            continue
+        reason = why_not_storable(value)
+        if reason:
+            raise ConfigError(f"optimizer state {key} of {name} cannot be stored: {reason}")
+        stored.append(key)
+        tensors[f"{key}.{name}"] = value
+        if value.device.type == "cpu" and param.device.type != "cpu":
+            on_host.append(key)
+    encoded, inner = split_tree(values, what=f"optimizer state of {name}")
+    if inner:
+        raise ConfigError(
+            f"optimizer state of {name}: {', '.join(inner)} is a tensor inside a container; "
+            "only tensors directly in the state can be saved"
+        )
+    return {
+        "shape": list(param.shape),
+        "tensors": stored,
+        "on_host": on_host,
+        "values": encoded,
+    }
+
+
+def join_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    encoded: Mapping[str, Any],
+    reader: ShardReader,
+) -> None:
+    """Put a saved state into the live optimizer, by parameter name."""
+    groups = _named_params(optimizer, names)
+    live = {name: param for members in groups for name, param in members.items()}
+    _check_fit(optimizer, live, encoded, reader)
+    rest_names = [n for n in reader.weight_map if n.startswith(("param_groups/", "shared/"))]
+    rest = join_tree(encoded["rest"], {n: t.clone() for n, t in reader.items(rest_names)})
+    chosen = _match_groups(groups, encoded["groups"], rest["param_groups"])
+
+    for group, hyperparameters in zip(optimizer.param_groups, chosen):
+        if hyperparameters is not None:
+            _restore_hyperparameters(group, hyperparameters)
+    for key in [key for key in optimizer.state if isinstance(key, str)]:
+        del optimizer.state[key]
+    optimizer.state.update(rest["shared"])
+    states = _read_states(optimizer, groups, encoded["params"], reader)
+    for name, param in live.items():
+        if states[name]:
+            optimizer.state[param] = states[name]
+        else:  # it had not been stepped yet when it was saved
+            optimizer.state.pop(param, None)
+
+
+def _check_fit(
+    optimizer: torch.optim.Optimizer,
+    live: Mapping[str, torch.Tensor],
+    encoded: Mapping[str, Any],
+    reader: ShardReader,
+) -> None:
+    saved = encoded["params"]
+    problems = []
+    if encoded["class"] != type(optimizer).__qualname__:
+        problems.append(
+            f"it is the state of {encoded['class']}, the run uses {type(optimizer).__qualname__}"
+        )
+    missing, unexpected = set(live) - set(saved), set(saved) - set(live)
+    if missing:
+        problems.append(f"parameters missing in it: {describe_names(missing, unexpected)}")
+    if unexpected:
+        problems.append(f"parameters the run does not have: {describe_names(unexpected, missing)}")
+    for name in sorted(set(live) & set(saved)):
+        shape = list(live[name].shape)
+        if saved[name]["shape"] != shape:
+            problems.append(f"{name} is {saved[name]['shape']} there, {shape} here")
+    listed = (f"{key}.{name}" for name in saved for key in saved[name]["tensors"])
+    absent = [name for name in listed if name not in reader.weight_map]
+    if absent:
+        problems.append(f"state tensors missing: {describe_names(absent)}")
+    if problems:
+        raise CheckpointError(
+            f"{reader.index_path} does not fit the optimizer: {'; '.join(problems[:8])}"
+        )
+
+
+def _match_groups(
+    live: list[dict[str, torch.Tensor]],
+    saved: list[list[str]],
+    hyperparameters: list[dict[str, Any]],
+) -> list[dict[str, Any] | None]:
+    """Saved hyperparameters for each live group, found by the parameters in it."""
+    group_of = {name: index for index, members in enumerate(saved) for name in members}
+    chosen: list[dict[str, Any] | None] = []
+    for index, members in enumerate(live):
+        sources = sorted({group_of[name] for name in members})
+        if not sources:
+            chosen.append(None)
+            continue
+        first, *others = (hyperparameters[source] for source in sources)
+        if any(not _same_settings(first, other) for other in others):
+            raise CheckpointError(
+                f"optimizer group {index} joins the saved groups {sources}, whose settings differ; "
+                "group the parameters as in the saved run, or do not load the optimizer"
+            )
+        chosen.append(first)
+    return chosen
+
+
+def _same_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(torch.as_tensor(value), torch.as_tensor(second[key]))
+        if isinstance(value, torch.Tensor) or isinstance(second[key], torch.Tensor)
+        else value == second[key]
+        for key, value in first.items()
+    )
+
+
+def _restore_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        if key in _KEPT_FLAGS and key in group:
+            continue
+        current = group.get(key)
+        if isinstance(current, torch.Tensor) and current.numel() == 1:
+            # Kept in place: compiled steps and schedulers hold on to a tensor learning rate.
+            current.fill_(float(value))
+        elif isinstance(value, torch.Tensor) and isinstance(current, float):
+            group[key] = float(value)
+        else:
+            group[key] = value
+
+
+@torch.no_grad()
+def _read_states(
+    optimizer: torch.optim.Optimizer,
+    groups: list[dict[str, torch.Tensor]],
+    saved: Mapping[str, Any],
+    reader: ShardReader,
+) -> dict[str, dict[str, Any]]:
+    """The saved state of every parameter, each tensor in its dtype and on its device."""
+    states: dict[str, dict[str, Any]] = {}
+    places: dict[str, tuple[str, str, torch.Tensor, torch.device]] = {}
+    for group, members in zip(optimizer.param_groups, groups):
+        counts_on_device = bool(group.get("capturable") or group.get("fused"))
+        for name, param in members.items():
+            states[name] = join_tree(saved[name]["values"], {})
+            for key in saved[name]["tensors"]:
+                if key == "step":
+                    on_host = not counts_on_device
+                else:
+                    on_host = key in saved[name]["on_host"]
+                device = torch.device("cpu") if on_host else param.device
+                places[f"{key}.{name}"] = (name, key, param, device)
+    for full_name, tensor in reader.items(places):
+        name, key, param, device = places[full_name]
+        current = optimizer.state.get(param, {}).get(key)
+        if (
+            isinstance(current, torch.Tensor)
+            and (current.shape, current.dtype) == (tensor.shape, tensor.dtype)
+            and current.device == device
+        ):
+            current.copy_(tensor)  # no second copy of the moments in device memory
+            states[name][key] = current
+        else:
+            states[name][key] = tensor.to(device, copy=True)
+    return states

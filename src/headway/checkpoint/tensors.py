@@ -1,0 +1,216 @@
+"""Named tensors in safetensors shards with a Hugging Face style index.
+
+Owns: the shard plan, writing (streamed, digested on the way) and reading by name.
+Does not own: which tensors there are (model.py, optimizer.py) or the checkpoint's completeness.
+The files are written here rather than by the safetensors library, whose writer needs the whole
+shard in memory a second time or a second read for the digest; they are read by the library.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from headway.checkpoint.digest import DEFAULT_DIGEST
+from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.storage import DigestWriter, FileRecord, Storage, check_name
+
+MAX_SHARD_BYTES = 2**31
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+def why_not_storable(tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot go into a shard, or None if it can."""
+    if is_traceable_wrapper_subclass(tensor):
+        return f"it is a {type(tensor).__name__}, not a plain tensor"
+    if tensor.is_meta:
+        return "it is on the meta device and has no values"
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return f"its layout is {tensor.layout}"
+    if tensor.dtype not in _DTYPE_NAMES:
+        return f"its dtype is {tensor.dtype}"
+    return None
+
+
+def _raw_bytes(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def write_tensor_file(
+    storage: Storage, path: Path, tensors: Mapping[str, torch.Tensor], digest: str = DEFAULT_DIGEST
+) -> FileRecord:
+    """Write one safetensors file; returns its size and digest."""
+    assert sys.byteorder == "little", "safetensors files are little-endian"
+    for name, tensor in tensors.items():
+        reason = why_not_storable(tensor)
+        if reason:
+            raise CheckpointError(f"tensor {name!r} cannot be stored: {reason}")
+    # Wide elements first: then every tensor starts at a multiple of its element size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in order:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with DigestWriter(storage, path, digest) as writer:
+        writer.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            writer.write(_raw_bytes(tensors[name]))
+    return writer.record
+
+
+def plan_shards(tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list[list[str]]:
+    """Names per shard, in order; a shard exceeds the limit only if one tensor alone does."""
+    shards: list[list[str]] = []
+    room_bytes = 0
+    for name in sorted(tensors):
+        num_bytes = tensors[name].numel() * tensors[name].element_size()
+        if not shards or num_bytes > room_bytes:
+            shards.append([])
+            room_bytes = max_shard_bytes
+        shards[-1].append(name)
+        room_bytes -= num_bytes
+    return shards
+
+
+def index_name(prefix: str) -> str:
+    """The index file of a set of shards."""
+    return f"{prefix}.safetensors.index.json"
+
+
+def write_shards(
+    directory: Path,
+    prefix: str,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    aliases: Mapping[str, str] | None = None,
+    digest: str = DEFAULT_DIGEST,
+    storage: Storage | None = None,
+) -> dict[str, FileRecord]:
+    """Write `<prefix>-0000k-of-0000n.safetensors` and the index; returns a record per file."""
+    storage = storage or Storage(directory)
+    shards = plan_shards(tensors, max_shard_bytes)
+    records: dict[str, FileRecord] = {}
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file_name = f"{prefix}-{number:05d}-of-{len(shards):05d}.safetensors"
+        part = {name: tensors[name] for name in names}
+        records[file_name] = write_tensor_file(storage, directory / file_name, part, digest)
+        weight_map.update(dict.fromkeys(names, file_name))
+    total_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    index = {
+        "metadata": {"total_size": total_bytes, "headway_aliases": dict(aliases or {})},
+        "weight_map": weight_map,
+    }
+    text = json.dumps(index, indent=2, sort_keys=True).encode()
+    records[index_name(prefix)] = storage.write_bytes(
+        directory / index_name(prefix), text, digest=digest
+    )
+    return records
+
+
+class ShardReader:
+    """Reads the tensors of an index by name, opening shards as they are needed."""
+
+    def __init__(self, directory: str | Path, prefix: str) -> None:
+        self.directory = Path(directory)
+        self.index_path = self.directory / index_name(prefix)
+        try:
+            index = json.loads(self.index_path.read_bytes())
+            self.weight_map: dict[str, str] = dict(index["weight_map"])
+            self.aliases: dict[str, str] = dict(index["metadata"].get("headway_aliases", {}))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{self.index_path} cannot be read: {error!r}") from error
+        for file_name in set(self.weight_map.values()):
+            check_name(file_name)
+
+    def _by_file(self, names: Collection[str] | None) -> dict[str, list[str]]:
+        wanted = self.weight_map if names is None else names
+        absent = sorted(set(wanted) - set(self.weight_map))
+        if absent:
+            raise CheckpointError(f"{self.index_path} does not list {', '.join(absent)}")
+        files: dict[str, list[str]] = {}
+        for name in sorted(wanted):
+            files.setdefault(self.weight_map[name], []).append(name)
+        return files
+
+    def shapes(self, names: Collection[str] | None = None) -> dict[str, tuple[int, ...]]:
+        """Shapes from the file headers, without reading values."""
+        found: dict[str, tuple[int, ...]] = {}
+        for file_name, members in self._by_file(names).items():
+            with open_tensor_file(self.directory / file_name) as file:
+                for name in members:
+                    found[name] = tuple(_checked(file.get_slice, name, file_name).get_shape())
+        return found
+
+    def items(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor, one at a time. The tensor may map the file: copy what is to be kept."""
+        for file_name, members in self._by_file(names).items():
+            with open_tensor_file(self.directory / file_name) as file:
+                for name in members:
+                    yield name, _checked(file.get_tensor, name, file_name)
+
+
+def _checked(get: Any, name: str, file_name: str) -> Any:
+    try:
+        return get(name)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file_name}: tensor {name!r} cannot be read: {error}") from error
+
+
+def open_tensor_file(path: Path) -> Any:
+    """Open one safetensors file for reading by name (a context manager)."""
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def read_tensor_file(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of one safetensors file, copied into memory."""
+    with open_tensor_file(path) as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+
+
+def read_shards(
+    directory: str | Path, prefix: str, names: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """The named tensors (all by default), copied into memory; aliases are not included."""
+    return {n: t.clone() for n, t in ShardReader(directory, prefix).items(names)}

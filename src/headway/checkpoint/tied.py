@@ -1,0 +1,71 @@
+"""Tied weights: several names, one tensor, stored once.
+
+Owns: which names share a tensor and under which of them it is stored.
+Does not own: restoring a tie; the live module is built with its ties, and loading copies into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import nn
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    pointer = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+    if pointer == 0:  # no memory to share: only the same object is the same tensor
+        return (id(tensor),)
+    layout = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (str(tensor.device), pointer, *layout)
+
+
+def _looks_like_input_embedding(name: str) -> bool:
+    return "embed" in name and not any(word in name for word in ("out", "head", "unembed"))
+
+
+def split_ties(
+    named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    prefer: Collection[str] | None = None,
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Separate the tensors to store from the names that are only aliases of them.
+
+    Names share a tensor when memory, offset, shape and stride are the same. The stored name of a
+    group is the first in `prefer` (without it: one that looks like an input embedding, which is
+    where Hugging Face models expect a tied weight), else the alphabetically first.
+    Returns the stored tensors sorted by name and `{alias: stored name}`.
+    """
+    items = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    groups: dict[tuple[object, ...], list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in items:
+        groups.setdefault(_identity(tensor), []).append((name, tensor))
+
+    def rank(item: tuple[str, torch.Tensor]) -> tuple[bool, str]:
+        name = item[0]
+        preferred = _looks_like_input_embedding(name) if prefer is None else name in prefer
+        return (not preferred, name)
+
+    stored: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    for members in groups.values():
+        (canonical, tensor), *rest = sorted(members, key=rank)
+        stored[canonical] = tensor
+        aliases.update({name: canonical for name, _ in rest})
+    return dict(sorted(stored.items())), dict(sorted(aliases.items()))
+
+
+def input_embedding_names(model: nn.Module) -> set[str] | None:
+    """Names of the model's input embedding weights; None if the model has no embedding."""
+    embedding: object = None
+    get_input_embeddings = getattr(model, "get_input_embeddings", None)
+    if callable(get_input_embeddings):
+        try:
+            embedding = get_input_embeddings()
+        except NotImplementedError:
+            pass  # transformers' default for a model without one
+    names = {
+        f"{name}.weight" if name else "weight"
+        for name, module in model.named_modules(remove_duplicate=False)
+        if (module is embedding if embedding is not None else isinstance(module, nn.Embedding))
+    }
+    return names or None
