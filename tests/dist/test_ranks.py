@@ -52,7 +52,7 @@ def kill_rank_1() -> None:
 
 
 def test_a_killed_rank_is_named_with_its_signal() -> None:
-    with pytest.raises(RankFailure, match="rank 1 of 2 failed first .killed by SIGKILL") as caught:
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 .*\(killed by SIGKILL\)") as caught:
         run_ranks(kill_rank_1, 2)
     assert caught.value.exitcode == -signal.SIGKILL
     assert caught.value.victims in ([], [0])
@@ -65,7 +65,7 @@ def exit_with_code_3() -> None:
 
 
 def test_a_rank_that_just_exits_is_named_with_its_code() -> None:
-    with pytest.raises(RankFailure, match="rank 0 of 2 failed first .exit code 3"):
+    with pytest.raises(RankFailure, match=r"rank 0 of 2 .*\(exit code 3\)"):
         run_ranks(exit_with_code_3, 2)
 
 

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ def run_ranks(
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks: {num_ranks} given; allowed: 1 and up")
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
         payload = pickle.dumps((fn, args, kwargs))
@@ -145,7 +145,7 @@ class _Rank:
     result: bytes = b""
     failed_at: float | None = None
     text: str = ""
-    messages_over: bool = field(default=False)
+    messages_over: bool = False
 
     @property
     def returned(self) -> bool:

@@ -1,0 +1,1 @@
+"""Callbacks that show and record the run."""

@@ -1,0 +1,44 @@
+"""What is about to be trained, in a few lines."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from headway.engine.events import TrainerCallback
+from headway.engine.state import TrainerControl, TrainerState
+
+
+class InfoCallback(TrainerCallback):
+    """Prints model size, batch, length, device and output directory when training begins."""
+
+    def __init__(self, verbose: bool = False) -> None:
+        self.verbose = verbose
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any,
+        train_dataloader: Any,
+        trainer: Any,
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        total = sum(p.numel() for p in model.parameters())
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        batch = args.per_device_train_batch_size * train_dataloader.accumulation
+        steps = f"{state.max_steps:,}" if state.max_steps else "as long as data and clock allow"
+        lines = [
+            ("model", f"{type(model).__name__}, {total:,} parameters ({trainable:,} trained)"),
+            ("batch", f"{batch:,} samples a step ({train_dataloader.accumulation} micro-batches)"),
+            ("steps", f"{steps}, from {state.global_step:,}"),
+            ("device", str(trainer.strategy.device)),
+            ("seed", str(state.seed)),
+            ("output", str(args.output_dir)),
+        ]
+        if self.verbose:
+            lines += [("arguments", args.to_json_string()), ("modules", repr(model))]
+        for label, text in lines:
+            print(f"{label:>8}  {text}", file=sys.stderr, flush=True)

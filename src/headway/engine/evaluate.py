@@ -1,0 +1,105 @@
+"""Evaluation and prediction: one pass over data without gradients.
+
+Owns the averages: sums over targets and their count, joined over ranks, divided once. Does not own
+when an evaluation happens, nor what is done with its result.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headway.data.loader import WindowLoader, count_samples
+from headway.engine.events import EventBus
+from headway.errors import ConfigError
+from headway.strategies.base import Strategy
+from headway.strategies.objective import Objective
+
+
+@dataclass
+class EvalResult:
+    """Averages of a pass and, when asked for, what the model gave."""
+
+    metrics: dict[str, float]
+    logits: list[Tensor] = field(default_factory=list)
+    labels: list[Tensor] = field(default_factory=list)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients inside; the training mode found before comes back."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def run_evaluation(
+    strategy: Strategy,
+    objective: Objective,
+    loader: WindowLoader,
+    bus: EventBus,
+    *,
+    max_steps: int = -1,
+    prefix: str = "eval",
+    keep_outputs: bool = False,
+) -> EvalResult:
+    """One pass over the data (at most `max_steps` batches of it when that is positive)."""
+    device = strategy.device
+    sums = torch.zeros(2, dtype=_widest(device), device=device)  # loss, targets
+    num_batches, num_samples, started_s = 0, 0, time.monotonic()
+    result = EvalResult({})
+    for batch in loader.batches():
+        if 0 <= max_steps <= num_batches:
+            break
+        step = strategy.eval_forward(batch, objective)
+        if step.loss_sum is not None:
+            sums[0] += step.loss_sum
+            sums[1] += step.num_targets
+        num_batches += 1
+        num_samples += count_samples(batch)
+        if keep_outputs:
+            _keep(result, step.logits, step.labels)
+        bus.fire("on_prediction_step")
+    if num_batches == 0:
+        raise ConfigError(
+            f"{prefix}_dataset yields no batch: per_device_eval_batch_size="
+            f"{bus.args.per_device_eval_batch_size}, max_eval_steps={max_steps}, "
+            f"dataloader_drop_last={bus.args.dataloader_drop_last}"
+        )
+    loss_sum, num_targets = strategy.reduce(sums, "sum").tolist()
+    seconds = max(time.monotonic() - started_s, 1e-9)
+    if num_targets:
+        result.metrics[f"{prefix}_loss"] = loss_sum / num_targets
+        result.metrics[f"{prefix}_perplexity"] = _exp(loss_sum / num_targets)
+    result.metrics |= {
+        f"{prefix}_runtime": seconds,
+        f"{prefix}_samples_per_second": num_samples / seconds,
+        f"{prefix}_steps_per_second": num_batches / seconds,
+    }
+    return result
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+def _keep(result: EvalResult, logits: Any, labels: Any) -> None:
+    if isinstance(logits, Tensor):
+        result.logits.append(logits.detach().float().cpu())
+    if isinstance(labels, Tensor):
+        result.labels.append(labels.detach().cpu())

@@ -1,0 +1,298 @@
+"""Events and the callbacks that listen to them.
+
+Owns the list of events, the callback base class, registration (names, order, binding) and
+dispatch. Does not own when an event fires (loop, evaluate, trainer) nor what flags lead to.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from headway.engine.state import TrainerControl, TrainerState
+from headway.errors import ConfigError, unknown
+
+logger = logging.getLogger(__name__)
+
+# Event -> the keyword arguments it brings beyond the common ones.
+EVENTS: dict[str, tuple[str, ...]] = {
+    "on_init_end": (),
+    "on_load_model_weights": ("path",),
+    "on_load": ("path",),
+    "on_train_begin": (),
+    "on_epoch_begin": (),
+    "on_step_begin": (),
+    "on_window": ("window",),
+    "on_forward_backward_begin": (),
+    "on_forward_backward_end": (),
+    "on_substep_end": (),
+    "on_gradients": (),
+    "on_pre_optimizer_step": (),
+    "on_optimizer_step": (),
+    "on_train_metrics": ("loss", "grad_norm", "tokens"),
+    "on_step_end": (),
+    "on_metrics": ("step", "metrics"),
+    "on_log_step": ("logs",),
+    "on_log": ("logs",),
+    "on_prediction_step": (),
+    "on_evaluate": ("metrics",),
+    "on_predict": ("metrics",),
+    "on_save": ("checkpoint_path", "step"),
+    "on_epoch_end": (),
+    "on_train_end": (),
+    "on_push_begin": (),
+    "on_error": ("exception",),
+    "on_close": (),
+}
+
+COMMON_ARGUMENTS = (
+    "model",
+    "processing_class",
+    "optimizer",
+    "lr_scheduler",
+    "train_dataloader",
+    "eval_dataloader",
+    "trainer",
+)
+_SUBJECTS = ("args", "state", "control")
+
+Handler = Callable[[Any, TrainerState, TrainerControl, dict[str, Any]], Any]
+
+
+class TrainerCallback:
+    """Base of Headway's callbacks. A subclass writes only the `on_*` methods it wants.
+
+    Every handler is called with `args, state, control` and keyword arguments (`model`,
+    `optimizer`, `trainer`, ...); it may name the subset it needs. State survives a restart when
+    `state_dict` and `load_state_dict` are defined.
+    """
+
+    priority: int = 0
+    """Higher runs first; equal ones keep the order of registration."""
+
+    @property
+    def name(self) -> str:
+        """Identifies the callback in messages and in checkpoints."""
+        return type(self).__name__
+
+
+def _is_foreign_base(cls: type) -> bool:
+    """Hugging Face's base class, whose no-op methods must not be dispatched."""
+    return cls.__name__ == "TrainerCallback" and cls.__module__.startswith("transformers.")
+
+
+def _own_methods(callback: object) -> dict[str, Any]:
+    """The `on_*` callables that the callback's own classes (not the bases) define."""
+    found: dict[str, Any] = {}
+    for cls in type(callback).__mro__:
+        if cls in (object, TrainerCallback) or _is_foreign_base(cls):
+            continue
+        for key, value in vars(cls).items():
+            if key.startswith("on_") and callable(value):
+                found.setdefault(key, value)
+    return found
+
+
+def _bind(callback: object, name: str, event: str) -> Handler:
+    """Make one call that hands a handler what its signature asks for."""
+    method = getattr(callback, event)
+    parameters = list(inspect.signature(method).parameters.values())
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    available = {*_SUBJECTS, *COMMON_ARGUMENTS, *EVENTS[event]}
+    by_name = [p.name for p in parameters if p.name in available]
+    lead = [p.name for p in plain[:3]]
+    positional = (
+        lead == list(_SUBJECTS)
+        or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        or (len(plain) >= 3 and not available.intersection(lead))
+    )
+    # Hugging Face's bar asks for `eval_dataloader=None`: a name with a default may be absent.
+    used = set(lead) | available if positional else available
+    for p in plain + [p for p in parameters if p.kind is p.KEYWORD_ONLY]:
+        if p.default is p.empty and p.name not in used:
+            raise ConfigError(
+                f"callback {name!r}: {event} asks for {p.name!r}, which this event does not "
+                f"bring. Allowed: {', '.join(sorted(available))}"
+            )
+    ours = type(callback).__module__.split(".")[0] == "headway"
+    copies_logs = event == "on_log" and not ours
+    rest = [n for n in by_name if n not in lead] if positional else by_name
+
+    def call(
+        args: Any, state: TrainerState, control: TrainerControl, kwargs: dict[str, Any]
+    ) -> Any:
+        if copies_logs:  # Hugging Face's PrinterCallback pops from the dict
+            kwargs = {**kwargs, "logs": dict(kwargs["logs"])}
+        if positional:
+            if takes_all:
+                return method(args, state, control, **kwargs)
+            return method(args, state, control, **{n: kwargs[n] for n in rest if n in kwargs})
+        everything = {"args": args, "state": state, "control": control, **kwargs}
+        if takes_all:
+            return method(**everything)
+        return method(**{n: everything[n] for n in rest if n in everything})
+
+    return call
+
+
+class EventBus:
+    """Holds the callbacks of one trainer and delivers events to them, in order."""
+
+    def __init__(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+        self.args = args
+        self.state = state
+        self.control = control
+        self.kwargs: dict[str, Any] = dict.fromkeys(COMMON_ARGUMENTS)
+        self.stopped_by: tuple[str, str, str] | None = None
+        """Who first asked to end the run: (callback name, event, "stop" or "abort")."""
+        self._callbacks: list[tuple[str, Any]] = []
+        self._handlers: dict[str, list[tuple[str, Handler]]] = {event: [] for event in EVENTS}
+
+    @property
+    def callbacks(self) -> dict[str, Any]:
+        """Registered callbacks by unique name, in the order in which they are called."""
+        return dict(self._callbacks)
+
+    def add(self, callback: Any, name: str | None = None) -> str:
+        """Register a callback (instance, or class to instantiate); returns its unique name."""
+        if isinstance(callback, type):
+            callback = callback()
+        methods = _own_methods(callback)
+        wanted = name or _given_name(callback)
+        for method in methods:
+            if method not in EVENTS:
+                raise ConfigError(f"callback {wanted!r}: " + unknown("event", method, EVENTS))
+        if name is not None and name in self.callbacks:
+            raise ConfigError(f"two callbacks have the name {name!r}; give each its own")
+        unique, count = wanted, 1
+        while unique in self.callbacks:
+            count += 1
+            unique = f"{wanted}_{count}"
+        self._callbacks.append((unique, callback))
+        self._callbacks.sort(key=lambda entry: -getattr(entry[1], "priority", 0))
+        self._rebuild()
+        return unique
+
+    def remove(self, callback: Any) -> Any | None:
+        """Unregister the first callback that is, or is an instance of, `callback`."""
+        for entry in self._callbacks:
+            found = entry[1]
+            if isinstance(found, callback) if isinstance(callback, type) else found is callback:
+                self._callbacks.remove(entry)
+                self._rebuild()
+                return found
+        return None
+
+    def listens(self, event: str) -> bool:
+        """Whether any callback handles the event."""
+        return bool(self._handlers[event])
+
+    def _rebuild(self) -> None:
+        for event, handlers in self._handlers.items():
+            handlers[:] = [
+                (name, _bind(callback, name, event))
+                for name, callback in self._callbacks
+                if event in _own_methods(callback)
+            ]
+
+    def fire(self, event: str, **extra: Any) -> None:
+        """Deliver an event; an exception in a handler propagates and names its callback."""
+        handlers = self._handlers[event]
+        if not handlers:
+            return
+        for name, handler in tuple(handlers):
+            try:
+                self._deliver(name, event, handler, extra)
+            except BaseException as error:
+                error.add_note(f"raised by callback {name!r} in {event}")
+                raise
+
+    def fire_to_all(self, event: str, **extra: Any) -> list[BaseException]:
+        """Deliver an event to every handler even if some raise; returns what they raised."""
+        errors: list[BaseException] = []
+        for name, handler in tuple(self._handlers[event]):
+            try:
+                self._deliver(name, event, handler, extra)
+            except Exception as error:
+                error.add_note(f"raised by callback {name!r} in {event}")
+                logger.exception("callback %r failed in %s", name, event)
+                errors.append(error)
+        return errors
+
+    def _deliver(self, name: str, event: str, handler: Handler, extra: Mapping[str, Any]) -> None:
+        before = self.control
+        was_stopping = before.should_training_stop
+        was_aborting = before.should_abort_without_save
+        result = handler(self.args, self.state, before, {**self.kwargs, **extra})
+        control = self.control
+        if result is not None and result is not control:
+            if not hasattr(result, "should_training_stop"):
+                raise TypeError(f"{event} must return None or a control, not {result!r}")
+            # Another object (Hugging Face callbacks may return a fresh one): a stop already
+            # asked for is never lost, and fields that it lacks keep their defaults.
+            self.control = control = _adopt(result, control)
+        if self.stopped_by is None:
+            if control.should_abort_without_save and not was_aborting:
+                self.stopped_by = (name, event, "abort")
+            elif control.should_training_stop and not was_stopping:
+                self.stopped_by = (name, event, "stop")
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of every callback that has some, by unique name."""
+        states: dict[str, Any] = {}
+        for name, callback in self._callbacks:
+            if callable(getattr(callback, "state_dict", None)):
+                states[name] = callback.state_dict()
+            elif _exports_state(callback):
+                states[name] = callback.state()
+        return states
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        for name, callback in self._callbacks:
+            if name not in states:
+                continue
+            if callable(getattr(callback, "load_state_dict", None)):
+                callback.load_state_dict(states[name])
+            elif _exports_state(callback):
+                # from_state makes a new object; the registered one keeps its identity.
+                vars(callback).update(vars(type(callback).from_state(states[name])))
+        absent = sorted(set(states) - set(self.callbacks))
+        if absent:
+            logger.warning("the checkpoint holds state of callbacks not in this run: %s", absent)
+
+
+def _given_name(callback: object) -> str:
+    """What a callback calls itself; objects from elsewhere go by their class."""
+    chosen = getattr(callback, "callback_name", None)
+    if chosen is None and isinstance(callback, TrainerCallback):
+        chosen = callback.name
+    return chosen if isinstance(chosen, str) and chosen else type(callback).__name__
+
+
+def _exports_state(callback: object) -> bool:
+    return callable(getattr(callback, "state", None)) and callable(
+        getattr(callback, "from_state", None)
+    )
+
+
+def _adopt(result: Any, previous: TrainerControl) -> TrainerControl:
+    adopted = TrainerControl()
+    for flag in adopted.to_dict():
+        setattr(adopted, flag, bool(getattr(result, flag, False)))
+    adopted.should_training_stop |= previous.should_training_stop
+    adopted.should_abort_without_save |= previous.should_abort_without_save
+    return adopted
+
+
+def normalise_callbacks(
+    callbacks: Sequence[Any] | Mapping[str, Any] | None,
+) -> list[tuple[str | None, Any]]:
+    """Callbacks come as a list, or as a dict of name -> callback (None removes nothing here)."""
+    if callbacks is None:
+        return []
+    if isinstance(callbacks, Mapping):
+        return [(name, callback) for name, callback in callbacks.items() if callback is not None]
+    return [(None, callback) for callback in callbacks]

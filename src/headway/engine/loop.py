@@ -1,0 +1,311 @@
+"""The training loop: the only place that steps, logs, evaluates, saves, rolls back and stops.
+
+Callbacks raise flags on the control; the loop reads them at the end of a step, after all ranks
+agreed. Devices belong to the strategy, cadence to the triggers, bytes to the checkpoint room.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from headway.args import TrainingArguments
+from headway.data.loader import Window, WindowLoader
+from headway.engine.best import update_best
+from headway.engine.events import EventBus
+from headway.engine.interval import Interval
+from headway.engine.metrics import GRAD_NORM, LEARNING_RATE, TRAIN_LOSS, MetricBuffer
+from headway.engine.signals import SignalRequests
+from headway.engine.state import TrainerState
+from headway.engine.triggers import Clock, Length, Trigger
+from headway.errors import ConfigError
+from headway.strategies.base import Strategy
+from headway.strategies.objective import Objective
+
+logger = logging.getLogger(__name__)
+
+# Without a log cadence in steps, metrics still leave the device now and then.
+_MOST_BUFFERED_STEPS = 1000
+_LOG, _EVALUATE, _SAVE, _STOP, _ABORT, _ROLLBACK, _END_EPOCH, _SIGNAL = (1 << n for n in range(8))
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient was not finite and the arguments ask to raise."""
+
+
+@dataclass
+class LoopParts:
+    """Everything the loop works with, put together by the trainer."""
+
+    args: TrainingArguments
+    state: TrainerState
+    bus: EventBus
+    strategy: Strategy
+    objective: Objective
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    loader: WindowLoader
+    metrics: MetricBuffer
+    length: Length
+    log_trigger: Trigger
+    eval_trigger: Trigger
+    save_trigger: Trigger
+    steps_per_epoch: int
+    flops_per_token: float
+    log: Callable[[dict[str, Any], bool], None]
+    """Deliver a record; the second argument says whether `on_log_step` goes first."""
+    evaluate: Callable[[], dict[str, float]]
+    save: Callable[[dict[str, float] | None], None]
+    rollback: Callable[[bool], None]
+
+
+class TrainingLoop:
+    """Runs one training from the state it is given to the end of its length."""
+
+    def __init__(self, parts: LoopParts, signals: SignalRequests) -> None:
+        self.parts = parts
+        self.signals = signals
+        self.stopped = False
+        self.aborted = False
+        self.interrupted = False
+        """Stopped from outside (signal, `stop_at`) before its length was done."""
+        self.losses_sum, self.num_steps = 0.0, 0
+        self._interval = Interval(parts.state)
+        self._clock = Clock(time.monotonic(), parts.state.train_seconds)
+        self._evaluated_step = self._saved_step = -1
+        self._last_metrics: dict[str, float] | None = None
+        self._evaluates = parts.eval_trigger.active
+        self._saves = parts.save_trigger.active
+
+    def run(self) -> None:
+        """Train until the length is done or a stop is asked for."""
+        p = self.parts
+        for trigger in (p.log_trigger, p.eval_trigger, p.save_trigger):
+            trigger.start(p.state, p.state.train_seconds)
+        while not (self.stopped or self._length_done()):
+            self._epoch()
+        if not self.aborted:
+            self._finish()
+
+    def _length_done(self) -> bool:
+        return self.parts.length.finished(self.parts.state, self._clock, time.monotonic())
+
+    def _epoch(self) -> None:
+        p = self.parts
+        p.bus.control.should_epoch_stop = False
+        p.bus.fire("on_epoch_begin")
+        first_step, fresh = p.state.global_step, p.loader.position == 0
+        for window in p.loader.windows():
+            self._step(window)
+            if self._boundary():  # rolled back: the windows in flight are of another time
+                return
+            if self.stopped or p.bus.control.should_epoch_stop or self._length_done():
+                break
+        if fresh and p.state.global_step == first_step:
+            raise ConfigError(
+                "train_dataset: a whole epoch yields no batch "
+                f"(per_device_train_batch_size={p.args.per_device_train_batch_size}, "
+                f"dataloader_drop_last={p.args.dataloader_drop_last})"
+            )
+        steps_done = p.state.global_step - p.state.epoch_start_step
+        complete = not self.stopped and not self._length_done()
+        if complete or steps_done >= p.steps_per_epoch or p.bus.control.should_epoch_stop:
+            # The position moves on before anything is saved, so that a checkpoint made at the
+            # end of an epoch resumes at the start of the next.
+            p.state.raw_epoch += 1
+            p.state.epoch = float(p.state.raw_epoch)
+            p.state.epoch_start_step = p.state.global_step
+            p.loader.start_epoch(p.loader.epoch + 1)
+        p.bus.fire("on_epoch_end")
+        if not self.aborted and p.state.epoch == p.state.raw_epoch:
+            self._act_at_epoch_end()
+
+    def _step(self, window: Window) -> None:
+        """One optimizer step: six hops, none back up."""
+        p, state, fire = self.parts, self.parts.state, self.parts.bus.fire
+        fire("on_step_begin")
+        fire("on_window", window=window)
+        num_targets = window.num_target_tokens
+        if isinstance(num_targets, int):
+            num_targets = max(1, num_targets)
+        loss = p.strategy.forward_backward(window, p.objective, num_targets, fire)
+        fire("on_gradients")
+        grad_norm = p.strategy.clip(p.args.max_grad_norm)
+        fire("on_pre_optimizer_step")
+        p.strategy.apply(p.optimizer, loss, grad_norm)
+        fire("on_optimizer_step")
+        learning_rate = p.optimizer.param_groups[0]["lr"]
+        if p.scheduler is not None:
+            p.scheduler.step()
+        fire("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=window.num_tokens)
+        state.global_step += 1
+        state.num_input_tokens_seen += window.num_tokens
+        state.total_flos += p.flops_per_token * window.num_tokens
+        in_epoch = (state.global_step - state.epoch_start_step) / p.steps_per_epoch
+        state.epoch = state.raw_epoch + in_epoch
+        p.metrics.record_step(
+            state.global_step,
+            {TRAIN_LOSS: loss, GRAD_NORM: grad_norm, LEARNING_RATE: float(learning_rate)},
+        )
+        fire("on_step_end")
+
+    def _boundary(self) -> bool:
+        """Act on what is due and what was asked for; returns whether the run was rolled back."""
+        p, state = self.parts, self.parts.state
+        now = time.monotonic()
+        seconds = self._clock.of_run(now)
+        wanted = self._flags()
+        if p.log_trigger.due(state, seconds):
+            wanted |= _LOG
+        if p.eval_trigger.due(state, seconds):
+            wanted |= _EVALUATE
+        if p.save_trigger.due(state, seconds):
+            wanted |= _SAVE
+        if self.signals.take_save_request():
+            wanted |= _SAVE
+        if self.signals.stop_signal is not None or p.length.interrupted(state, self._clock, now):
+            wanted |= _SIGNAL
+        wanted = p.strategy.agree(wanted)
+        if not wanted:
+            if p.metrics.num_steps >= _MOST_BUFFERED_STEPS:
+                self._flush()
+            return False
+        if wanted & _LOG:
+            self._log()
+            wanted |= p.strategy.agree(self._flags())  # what handlers of the log asked for
+        return self._act(wanted)
+
+    def _flags(self) -> int:
+        control = self.parts.bus.control
+        return (
+            _LOG * control.should_log
+            | _EVALUATE * control.should_evaluate
+            | _SAVE * control.should_save
+            | _STOP * control.should_training_stop
+            | _ABORT * control.should_abort_without_save
+            | _ROLLBACK * control.rollback
+            | _END_EPOCH * control.should_epoch_stop
+        )
+
+    def _act(self, wanted: int) -> bool:
+        p, control = self.parts, self.parts.bus.control
+        control.should_log = control.should_evaluate = control.should_save = False
+        if wanted & _ABORT:
+            self.stopped = self.aborted = True
+            return False
+        if wanted & _ROLLBACK:
+            control.rollback = False
+            self._rollback()
+            return True
+        if wanted & _EVALUATE or (wanted & _SAVE and p.args.eval_on_save):
+            self._evaluate()
+            wanted |= p.strategy.agree(self._flags())
+        if wanted & _SAVE:
+            self._save()
+            wanted |= p.strategy.agree(self._flags())
+        control = p.bus.control
+        control.should_epoch_stop = bool(wanted & _END_EPOCH)
+        if wanted & _SIGNAL:
+            self.stopped = self.interrupted = True
+        if wanted & (_STOP | _ABORT):
+            self.stopped, self.aborted = True, bool(wanted & _ABORT)
+        return False
+
+    def _act_at_epoch_end(self) -> None:
+        p, control = self.parts, self.parts.bus.control
+        wanted = self._flags() & (_LOG | _EVALUATE | _SAVE | _STOP | _ABORT)
+        if p.log_trigger.due_at_epoch_end(p.state):
+            wanted |= _LOG
+        if p.eval_trigger.due_at_epoch_end(p.state):
+            wanted |= _EVALUATE
+        if p.save_trigger.due_at_epoch_end(p.state):
+            wanted |= _SAVE
+        wanted = p.strategy.agree(wanted)
+        if wanted & _LOG:
+            self._log()
+            wanted |= p.strategy.agree(self._flags())
+        if wanted:
+            self._act(wanted)
+        control.should_epoch_stop = False
+
+    def _flush(self) -> None:
+        """Bring the buffered metrics to the host and act on steps that were not finite."""
+        p = self.parts
+        skipped = []
+        for step, metrics in p.metrics.flush():
+            if TRAIN_LOSS in metrics:
+                if self._interval.add(metrics):
+                    skipped.append(step)
+                self.losses_sum += metrics[TRAIN_LOSS]
+                self.num_steps += 1
+            p.bus.fire("on_metrics", step=step, metrics=metrics)
+        if skipped:
+            self._on_nonfinite(skipped)
+
+    def _on_nonfinite(self, steps: list[int]) -> None:
+        action = self.parts.args.nonfinite_action
+        message = (
+            f"loss or gradient was not finite at step {', '.join(map(str, steps[:5]))}"
+            f"{' ...' if len(steps) > 5 else ''}; the update was withheld, the weights are as before"
+        )
+        if action == "raise":
+            raise NonFiniteError(message)
+        logger.warning("%s (nonfinite_action=%s)", message, action)
+        if action == "stop":
+            self.parts.bus.control.should_training_stop = True
+            self.parts.bus.stopped_by = self.parts.bus.stopped_by or ("loop", "nonfinite", "stop")
+
+    def _log(self) -> None:
+        self._flush()
+        p = self.parts
+        if self._interval.empty:
+            return
+        record = self._interval.record(p.state, float(p.optimizer.param_groups[0]["lr"]))
+        if p.strategy.device.type == "cuda":
+            record["peak_mem_allocated"] = [torch.cuda.max_memory_allocated(p.strategy.device)]
+            torch.cuda.reset_peak_memory_stats(p.strategy.device)
+        self._interval = Interval(p.state)
+        p.log(record, True)
+
+    def _evaluate(self) -> None:
+        self._flush()
+        p = self.parts
+        self._evaluated_step = p.state.global_step
+        self._last_metrics = p.evaluate()
+        update_best(p.state, p.args, self._last_metrics)
+
+    def _save(self) -> None:
+        self._flush()
+        p = self.parts
+        self._saved_step = p.state.global_step
+        p.state.train_seconds = self._clock.of_run(time.monotonic())
+        evaluated_here = self._evaluated_step == p.state.global_step
+        p.save(self._last_metrics if evaluated_here else None)
+
+    def _rollback(self) -> None:
+        p = self.parts
+        self._flush()
+        skip_data, p.bus.control.rollback_skip_data = p.bus.control.rollback_skip_data, False
+        p.rollback(skip_data)
+        self._interval = Interval(p.state)
+        self._evaluated_step = self._saved_step = -1
+
+    def _finish(self) -> None:
+        """The last log, evaluation and save, unless they were just done."""
+        p = self.parts
+        if p.log_trigger.active:
+            self._log()
+        self._flush()
+        # Whoever interrupts is waiting: no evaluation then.
+        if self._evaluates and self._evaluated_step != p.state.global_step and not self.interrupted:
+            self._evaluate()
+        if self._saves and self._saved_step != p.state.global_step:
+            self._save()
+        p.state.train_seconds = self._clock.of_run(time.monotonic())

@@ -1,0 +1,217 @@
+"""Per-step metrics: recorded as they are, reduced late, delivered for every step.
+
+Owns the buffer between recording (device tensors, no host sync) and flushing (one transfer).
+Does not own when a flush happens (loop) nor who reads the result (callbacks).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.errors import ConfigError, unknown
+
+logger = logging.getLogger(__name__)
+
+Value = Tensor | float | int
+
+TRAIN_LOSS = "train/CE loss"
+GRAD_NORM = "optim/total grad norm"
+LEARNING_RATE = "optim/LR (group 0)"
+STEP_SKIPPED = "optim/step skipped"
+PERPLEXITY = "train/PPL"
+
+# One metric, two names: Hugging Face's short one and the namespaced one.
+ALIASES = {
+    "loss": TRAIN_LOSS,
+    "grad_norm": GRAD_NORM,
+    "learning_rate": LEARNING_RATE,
+    "perplexity": PERPLEXITY,
+}
+
+
+def canonical_name(name: str) -> str:
+    """The namespaced name of a metric that may be given by its short name."""
+    return ALIASES.get(name, name)
+
+
+class ReduceType(StrEnum):
+    """How one step's values of a metric are joined over ranks."""
+
+    mean = "mean"
+    sum = "sum"
+    max = "max"
+    l2_norm = "l2_norm"
+
+
+class MetricMergeStrategy(StrEnum):
+    """What happens when a metric is recorded twice in one step."""
+
+    warn = "warn"
+    latest = "latest"
+    oldest = "oldest"
+    mean = "mean"
+    sum = "sum"
+    max = "max"
+    min = "min"
+
+
+Reduce = Callable[[Tensor, ReduceType], Tensor]
+
+
+def _tensor(value: Value) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+
+
+class _Entry:
+    """One metric of one step: the value so far and how many records went into it."""
+
+    __slots__ = ("count", "value")
+
+    def __init__(self, value: Value) -> None:
+        self.value = value
+        self.count = 1
+
+
+class MetricBuffer:
+    """Metrics since the last flush, by step and name."""
+
+    def __init__(self, reduce: Reduce | None = None) -> None:
+        self._reduce = reduce
+        self._steps: dict[int, dict[str, _Entry]] = {}
+        self._reduce_types: dict[str, ReduceType | None] = {}
+
+    @property
+    def num_steps(self) -> int:
+        """Steps waiting to be flushed."""
+        return len(self._steps)
+
+    def record(
+        self,
+        step: int,
+        name: str,
+        value: Value,
+        reduce_type: ReduceType | str | None = None,
+        namespace: str | None = None,
+        merge_strategy: MetricMergeStrategy | str = MetricMergeStrategy.warn,
+    ) -> None:
+        """Store a value under a step. A tensor stays where it is until the flush.
+
+        Without `reduce_type` each rank keeps its own value. A name keeps one reduce type for the
+        whole run.
+        """
+        if namespace is not None:
+            name = f"{namespace.rstrip('/')}/{name.lstrip('/')}"
+        reduce_type = _member(ReduceType, "reduce_type", reduce_type)
+        merge = _member(MetricMergeStrategy, "merge_strategy", merge_strategy)
+        if self._reduce_types.setdefault(name, reduce_type) != reduce_type:
+            raise ConfigError(
+                f"metric {name!r} was recorded with reduce type {self._reduce_types[name]} and "
+                f"now with {reduce_type}; a metric keeps one for the whole run"
+            )
+        if isinstance(value, Tensor):
+            value = value.detach()
+            if value.numel() != 1:
+                raise ConfigError(
+                    f"metric {name!r} must be one number, got a tensor of shape "
+                    f"{tuple(value.shape)}"
+                )
+        entries = self._steps.setdefault(step, {})
+        if name in entries:
+            self._merge(name, entries[name], value, merge or MetricMergeStrategy.warn)
+        else:
+            entries[name] = _Entry(value)
+
+    def record_step(self, step: int, values: dict[str, Value]) -> None:
+        """The loop's own metrics of one step: names and types known, so nothing to check."""
+        entries = self._steps.setdefault(step, {})
+        for name, value in values.items():
+            entries[name] = _Entry(value)
+
+    def _merge(self, name: str, entry: _Entry, value: Value, merge: MetricMergeStrategy) -> None:
+        if merge is MetricMergeStrategy.warn:
+            logger.warning("metric %r was recorded twice in one step; the first value stays", name)
+        elif merge is MetricMergeStrategy.latest:
+            entry.value = value
+        elif merge is not MetricMergeStrategy.oldest:
+            old, new = _tensor(entry.value), _tensor(value)
+            if old.device != new.device:
+                old = old.to(new.device)
+            if merge is MetricMergeStrategy.sum:
+                entry.value = old + new
+            elif merge is MetricMergeStrategy.mean:
+                # A running mean over all records, so that a third one is not weighed double.
+                entry.count += 1
+                entry.value = old + (new - old) / entry.count
+            elif merge is MetricMergeStrategy.max:
+                entry.value = torch.maximum(old, new)
+            else:
+                entry.value = torch.minimum(old, new)
+
+    def get(self, step: int, name: str, namespace: str | None = None) -> Value | None:
+        """The value recorded for a step that is not flushed yet; reading it may sync."""
+        if namespace is not None:
+            name = f"{namespace.rstrip('/')}/{name.lstrip('/')}"
+        entry = self._steps.get(step, {}).get(name)
+        return None if entry is None else entry.value
+
+    def flush(self) -> list[tuple[int, dict[str, float]]]:
+        """Hand out every buffered step, in order, as host numbers: one transfer for all."""
+        steps, self._steps = self._steps, {}
+        if not steps:
+            return []
+        slots: list[tuple[dict[str, float], str]] = []
+        waiting: list[Tensor] = []
+        result: list[tuple[int, dict[str, float]]] = []
+        for step in sorted(steps):
+            numbers: dict[str, float] = {}
+            result.append((step, numbers))
+            for name, entry in steps[step].items():
+                value, reduce_type = entry.value, self._reduce_types.get(name)
+                if self._reduce is not None and reduce_type is not None:
+                    value = self._reduce(_tensor(value), reduce_type)
+                if isinstance(value, Tensor):
+                    numbers[name] = math.nan  # keeps the order of recording
+                    slots.append((numbers, name))
+                    waiting.append(value)
+                else:
+                    numbers[name] = float(value)
+        for (numbers, name), number in zip(slots, _to_host(waiting), strict=True):
+            numbers[name] = number
+        for _, numbers in result:
+            loss = numbers.get(TRAIN_LOSS)
+            if loss is not None and loss < 10:
+                numbers[PERPLEXITY] = math.exp(loss)
+        return result
+
+
+def _to_host(values: list[Tensor]) -> list[float]:
+    """Move scalars to the host at once: one transfer per device, in double precision so that
+    integer counters survive."""
+    if not values:
+        return []
+    by_device: dict[torch.device, list[int]] = {}
+    for index, value in enumerate(values):
+        by_device.setdefault(value.device, []).append(index)
+    numbers = [0.0] * len(values)
+    for device, indices in by_device.items():
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        stacked = torch.stack([values[i].reshape(()).to(wide) for i in indices])
+        for i, number in zip(indices, stacked.tolist(), strict=True):
+            numbers[i] = number
+    return numbers
+
+
+def _member(kind: type[Any], option: str, value: Any) -> Any:
+    if value is None:
+        return None
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(unknown(option, value, [str(member) for member in kind])) from None

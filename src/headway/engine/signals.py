@@ -1,0 +1,69 @@
+"""Signals: the first Ctrl-C or SIGTERM asks for a clean stop, the second stops at once.
+
+Owns the handlers while a run is on and restores the ones it found. SIGUSR1 asks for a save.
+Does not own what follows: the loop reads the requests at a step boundary.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class SignalRequests:
+    """Context in which signals become requests. Off the main thread it installs nothing."""
+
+    def __init__(self) -> None:
+        self.stop_signal: signal.Signals | None = None
+        self._save_requested = False
+        self._previous: dict[signal.Signals, Any] = {}
+        self._pid = os.getpid()
+
+    def __enter__(self) -> SignalRequests:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._on_stop)
+            if hasattr(signal, "SIGUSR1"):
+                self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
+        else:
+            logger.warning("training runs off the main thread: signals will not save and stop it")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._previous.clear()
+
+    def take_save_request(self) -> bool:
+        """Whether a save was asked for since the last call."""
+        requested, self._save_requested = self._save_requested, False
+        return requested
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked loader worker: its parent decides
+            return
+        if self.stop_signal is None:
+            self.stop_signal = signal.Signals(number)
+            logger.warning(
+                "%s: finishing this step, saving, stopping. Once more stops at once.",
+                self.stop_signal.name,
+            )
+            return
+        # A second request: the default action, now, whatever the loop is doing.
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _on_save(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._pid:
+            self._save_requested = True

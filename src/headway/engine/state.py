@@ -1,0 +1,90 @@
+"""What a run knows about itself (`TrainerState`) and what callbacks may ask of it (`TrainerControl`).
+
+Owns the counters and flags that handlers see; field names follow Hugging Face's so that its
+callbacks read them unchanged. Does not own when flags are acted on: only the loop reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+# Facts about this process rather than the run; a resume must not take them from a checkpoint.
+_PROCESS_FIELDS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
+# Follow from the arguments of the run that is starting, not of the one that saved.
+_PLANNED_FIELDS = (
+    "logging_steps",
+    "eval_steps",
+    "save_steps",
+    "max_steps",
+    "num_train_epochs",
+    "train_batch_size",
+    "max_eval_steps",
+)
+
+
+@dataclass
+class TrainerState:
+    """Progress of a run. `epoch` is fractional; `global_step` counts optimizer steps."""
+
+    epoch: float = 0.0
+    global_step: int = 0
+    max_steps: int = 0
+    logging_steps: int = 500
+    eval_steps: int = 500
+    save_steps: int = 500
+    max_eval_steps: int = -1
+    train_batch_size: int | None = None
+    num_train_epochs: float = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0.0
+    train_seconds: float = 0.0
+    """Seconds spent in the loop, over all resumes."""
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
+    stateful_callbacks: list[Any] = field(default_factory=list)
+    seed: int | None = None
+    """The seed in use, drawn or given; a resume goes on with it."""
+    raw_epoch: int = 0
+    """Whole epochs finished."""
+    epoch_start_step: int = 0
+    """`global_step` at which the current epoch began."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint stores: JSON-able, without facts about this process."""
+        saved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {key: value for key, value in saved.items() if key not in _PROCESS_FIELDS}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take the progress from a checkpoint; what the arguments decide stays as planned."""
+        for f in fields(self):
+            if f.name in saved and f.name not in _PROCESS_FIELDS + _PLANNED_FIELDS:
+                setattr(self, f.name, saved[f.name])
+        self.log_history = list(saved.get("log_history", []))
+
+
+@dataclass
+class TrainerControl:
+    """Flags that callbacks raise; the loop acts on them at the end of the step and lowers them."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+    should_abort_without_save: bool = False
+    """Stop at once and write no checkpoint."""
+    rollback: bool = False
+    """Return to the newest checkpoint and go on from there."""
+    rollback_skip_data: bool = False
+    """With `rollback`: do not read again the data consumed since that checkpoint."""
+
+    def to_dict(self) -> dict[str, bool]:
+        return asdict(self)

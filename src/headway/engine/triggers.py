@@ -1,0 +1,126 @@
+"""When something is due: every N steps, tokens, epochs or minutes; and when a run is over.
+
+Owns the arithmetic of cadence and length. It is counted from the start of the run, never from the
+resume point, so a resumed run logs, evaluates and saves at the steps of an uninterrupted one.
+Does not own what is done when a trigger fires.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+
+from headway.config.duration import Duration
+from headway.engine.state import TrainerState
+
+NEVER_BY_STEPS = sys.maxsize
+
+
+@dataclass
+class Clock:
+    """Seconds of training: those of earlier runs plus those since this one began."""
+
+    started_at_s: float
+    earlier_s: float = 0.0
+
+    def of_run(self, now_s: float) -> float:
+        return self.earlier_s + self.of_process(now_s)
+
+    def of_process(self, now_s: float) -> float:
+        return now_s - self.started_at_s
+
+
+def _progress(unit: str, state: TrainerState, seconds: float) -> float:
+    """How far a run is, in a duration's unit."""
+    if unit == "steps":
+        return state.global_step
+    if unit == "tokens":
+        return state.num_input_tokens_seen
+    return state.epoch if unit == "epochs" else seconds
+
+
+class Trigger:
+    """Fires at multiples of a period, measured in steps, tokens, epochs or seconds."""
+
+    def __init__(
+        self,
+        strategy: str,
+        steps: int,
+        every: Duration | None = None,
+        *,
+        delay: float = 0,
+        first_step: bool = False,
+    ) -> None:
+        if every is None and strategy == "steps":
+            every = Duration.steps(steps)
+        self.every = every
+        self.at_epoch_end = every is None and strategy == "epoch"
+        self._delay = delay
+        self._first_step = first_step
+        self._periods_done = 0
+
+    @property
+    def active(self) -> bool:
+        return self.every is not None or self.at_epoch_end
+
+    @property
+    def period_steps(self) -> int:
+        """The period as Hugging Face's state shows it; one that is not in steps never divides."""
+        if self.every is not None and self.every.unit == "steps":
+            return max(1, int(self.every.value))
+        return NEVER_BY_STEPS
+
+    def start(self, state: TrainerState, run_seconds: float) -> None:
+        """Count from where the run stands, so that a resume does not fire what was done."""
+        self._periods_done = self._periods(state, run_seconds)
+
+    def _periods(self, state: TrainerState, run_seconds: float) -> int:
+        if self.every is None:
+            return 0
+        progress = _progress(self.every.unit, state, run_seconds)
+        # The small addition keeps 0.1 + 0.2 epochs from falling just short of 0.3.
+        return math.floor(progress / self.every.value + 1e-9)
+
+    def due(self, state: TrainerState, run_seconds: float) -> bool:
+        """Whether the step just done crossed a multiple of the period."""
+        if self.every is None:
+            return self._first_step and state.global_step == 1 and self.at_epoch_end
+        periods = self._periods(state, run_seconds)
+        crossed = periods > self._periods_done
+        self._periods_done = max(self._periods_done, periods)
+        if self._first_step and state.global_step == 1:
+            return True
+        return crossed and state.global_step >= self._delay
+
+    def due_at_epoch_end(self, state: TrainerState) -> bool:
+        return self.at_epoch_end and state.epoch >= self._delay
+
+
+class Length:
+    """How long a run is: a budget over all resumes, and a limit for this process."""
+
+    def __init__(
+        self, max_steps: int | None, train_for: Duration | None, stop_at: Duration | None
+    ) -> None:
+        self.max_steps = max_steps
+        self._train_for = train_for
+        self._stop_at = stop_at
+
+    def finished(self, state: TrainerState, clock: Clock, now_s: float) -> bool:
+        """Whether the run's budget is used up."""
+        if self.max_steps is not None and state.global_step >= self.max_steps:
+            return True
+        return self._train_for is not None and self._reached(
+            self._train_for, state, clock.of_run(now_s)
+        )
+
+    def interrupted(self, state: TrainerState, clock: Clock, now_s: float) -> bool:
+        """Whether this process must stop here although the budget is not used up."""
+        return self._stop_at is not None and self._reached(
+            self._stop_at, state, clock.of_process(now_s)
+        )
+
+    @staticmethod
+    def _reached(duration: Duration, state: TrainerState, seconds: float) -> bool:
+        return _progress(duration.unit, state, seconds) >= duration.value - 1e-9

@@ -1,0 +1,105 @@
+"""The contract between the loop and a way of running a model on devices.
+
+Owns the `Strategy` surface, at most 14 methods. A strategy knows devices, process groups, gradient
+synchronisation and accumulation; it knows nothing of learning rates, logging or paths.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headway.checkpoint.component import StateComponent
+from headway.data.loader import Window
+from headway.strategies.objective import Objective
+
+Notify = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class DataShard:
+    """Which part of the global batch a process reads."""
+
+    rank: int = 0
+    world_size: int = 1
+
+
+class Strategy(ABC):
+    """How one optimizer step runs; the loop calls these and has no branch on which one it is."""
+
+    name: str
+    device: torch.device
+
+    @abstractmethod
+    def setup(self, model: nn.Module) -> nn.Module:
+        """Place (and wrap) the model; called before the optimizer is built."""
+
+    @abstractmethod
+    def forward_backward(
+        self, window: Window, objective: Objective, num_targets: int | Tensor, notify: Notify
+    ) -> Tensor:
+        """Run every micro-batch of a window and leave its gradients reduced.
+
+        Returns the window's loss: the sum over its targets divided by `num_targets`, which is the
+        count over all ranks. `notify` delivers the micro-batch events.
+        """
+
+    @abstractmethod
+    def eval_forward(self, batch: Any, objective: Objective) -> EvalStep:
+        """One evaluation batch without gradients."""
+
+    @abstractmethod
+    def clip(self, max_norm: float | None) -> Tensor:
+        """The total gradient norm; gradients are scaled down when it exceeds `max_norm`."""
+
+    @abstractmethod
+    def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
+        """Take the optimizer step, unless loss or norm is not finite, and clear the gradients."""
+
+    @abstractmethod
+    def reduce(self, value: Tensor, operation: str) -> Tensor:
+        """Join a tensor over ranks: "sum", "mean", "max" or "l2_norm"."""
+
+    @abstractmethod
+    def agree(self, value: int) -> int:
+        """One decision for all ranks: the bitwise or of what each rank brings."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    @abstractmethod
+    def data_shard(self) -> DataShard:
+        """Which share of the data this process reads."""
+
+    @abstractmethod
+    def state_components(self) -> list[StateComponent]:
+        """State of the strategy itself that a checkpoint must hold."""
+
+    @abstractmethod
+    def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
+        """Sample text from the model in training."""
+
+    @abstractmethod
+    def unwrap(self) -> nn.Module:
+        """The user's model, without wrappers."""
+
+    @abstractmethod
+    def teardown(self) -> None:
+        """Release what `setup` took."""
+
+
+@dataclass
+class EvalStep:
+    """What one evaluation batch gave, on the device."""
+
+    loss_sum: Tensor | None
+    """Sum over targets; None when the batch has nothing to compare with."""
+    num_targets: int | Tensor
+    logits: Tensor | None = None
+    labels: Tensor | None = None

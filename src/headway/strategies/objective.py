@@ -1,0 +1,173 @@
+"""From a batch to a loss: how a model is called and what its output means.
+
+Owns the reading of signatures and outputs, so that Headway's decoder, transformers models and any
+`nn.Module` train alike. The loss is the sum over targets divided by a count given from outside;
+nothing is rescaled later. Does not own devices or gradients (strategies).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headway.data.loader import count_targets
+from headway.errors import ConfigError
+from headway.models.loss import cross_entropy_sum
+
+logger = logging.getLogger(__name__)
+
+LossFunction = Callable[..., Tensor]
+Count = int | Tensor
+
+
+class Objective:
+    """Calls one model with batches and turns what it returns into a loss."""
+
+    def __init__(self, model: nn.Module, compute_loss_func: LossFunction | None = None) -> None:
+        self._model_name = type(model).__name__
+        parameters = inspect.signature(model.forward).parameters
+        self._accepts = {
+            name
+            for name, p in parameters.items()
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        # transformers models hand the count on to their loss through **kwargs; another module
+        # with **kwargs would ignore it and return a mean.
+        transformers_model = type(model).__module__.startswith("transformers.") or any(
+            base.__name__ == "PreTrainedModel" for base in type(model).__mro__
+        )
+        self._filters = not takes_all or transformers_model
+        self._takes_count = "num_items_in_batch" in self._accepts or (
+            transformers_model and takes_all and getattr(model, "accepts_loss_kwargs", True) is True
+        )
+        self._computes = compute_loss_func
+        self._takes_labels = "labels" in self._accepts or not self._filters
+        self._warned = False
+
+    def loss(self, model: Callable[..., Any], batch: Any, num_targets: Count, own: Count) -> Tensor:
+        """The batch's share of the window's loss: its sum over targets / `num_targets`.
+
+        `own` is the batch's own count of targets, by which a model's mean is weighed.
+        """
+        outputs, labels, counted = self._call(model, batch, num_targets)
+        if self._computes is not None:
+            return self._computes(outputs, labels, num_items_in_batch=num_targets)
+        loss = _find_loss(outputs)
+        if loss is not None:
+            if counted or own is num_targets:
+                return loss
+            return loss * (own / num_targets)
+        return self._from_logits(outputs, labels) / num_targets
+
+    def evaluate(
+        self, model: Callable[..., Any], batch: Any
+    ) -> tuple[Tensor | None, Count, Tensor | None, Tensor | None]:
+        """(sum over targets, their count, logits, labels) of one batch."""
+        own = count_targets(batch)
+        outputs, labels, counted = self._call(model, batch, own)
+        logits = _find_logits(outputs)
+        if self._computes is not None:
+            if labels is None:
+                return None, own, logits, labels
+            mean = self._computes(outputs, labels, num_items_in_batch=own)
+            return mean.detach() * own, own, logits, labels
+        loss = _find_loss(outputs)
+        if loss is not None:
+            return loss.detach() * own, own, logits, labels
+        if labels is None:
+            return None, own, logits, labels
+        return self._from_logits(outputs, labels).detach(), own, logits, labels
+
+    def _call(
+        self, model: Callable[..., Any], batch: Any, num_targets: Count
+    ) -> tuple[Any, Tensor | None, bool]:
+        """Call the model; returns its output, the labels, and whether it was given the count."""
+        if isinstance(batch, Mapping):
+            inputs = dict(batch)
+            labels = inputs.get("labels")
+            if self._filters:
+                self._warn_about_lost_documents(inputs)
+                inputs = {key: value for key, value in inputs.items() if key in self._accepts}
+            if self._computes is not None or not self._takes_labels:
+                inputs.pop("labels", None)
+            counted = self._takes_count and "labels" in inputs
+            if counted:
+                inputs["num_items_in_batch"] = num_targets
+            return model(**inputs), labels, counted
+        if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
+            return model(batch[0]), batch[1], False
+        if isinstance(batch, Tensor):
+            return model(batch), None, False
+        raise ConfigError(
+            f"a batch must be a dict of tensors, a pair (inputs, labels) or a tensor, not a "
+            f"{type(batch).__name__}; the data collator decides"
+        )
+
+    def _warn_about_lost_documents(self, inputs: Mapping[str, Any]) -> None:
+        if not self._warned and "document_ids" in inputs and "document_ids" not in self._accepts:
+            self._warned = True
+            logger.warning(
+                "%s takes no document_ids: tokens of one pack attend to each other across "
+                "documents. Use headway.models.Decoder or unpacked data to keep them apart.",
+                self._model_name,
+            )
+
+    def _from_logits(self, outputs: Any, labels: Tensor | None) -> Tensor:
+        logits = _find_logits(outputs)
+        if logits is None:
+            raise ConfigError(
+                f"the model {self._model_name} returns no loss: its output "
+                f"({type(outputs).__name__}) holds neither a scalar loss nor logits. Return an "
+                f"object or dict with 'loss' or 'logits', or a scalar tensor, or pass "
+                f"compute_loss_func"
+            )
+        if labels is None:
+            raise ConfigError(
+                f"the model {self._model_name} returns no loss and the batch has no 'labels' to "
+                f"compare its logits with; add labels in the data collator"
+            )
+        if logits.dim() == labels.dim() + 1 and labels.dim() >= 2:
+            return cross_entropy_sum(logits, labels)
+        if logits.dim() == labels.dim() + 1:
+            return torch.nn.functional.cross_entropy(
+                logits.float(), labels, ignore_index=-100, reduction="sum"
+            )
+        raise ConfigError(
+            f"logits of shape {tuple(logits.shape)} from {self._model_name} do not fit labels of "
+            f"shape {tuple(labels.shape)}; pass compute_loss_func to say what the loss is"
+        )
+
+
+def _field(outputs: Any, name: str) -> Any:
+    if isinstance(outputs, Mapping):
+        return outputs.get(name)
+    return getattr(outputs, name, None)
+
+
+def _find_loss(outputs: Any) -> Tensor | None:
+    if isinstance(outputs, Tensor):
+        return outputs if outputs.dim() == 0 else None
+    loss = _field(outputs, "loss")
+    if loss is None and isinstance(outputs, tuple | list) and outputs:
+        loss = outputs[0]
+    if isinstance(loss, Tensor):
+        if loss.dim() == 0:
+            return loss
+        if loss.numel() == 1:
+            return loss.reshape(())
+    return None
+
+
+def _find_logits(outputs: Any) -> Tensor | None:
+    if isinstance(outputs, Tensor):
+        return outputs if outputs.dim() >= 2 else None
+    logits = _field(outputs, "logits")
+    if logits is None and isinstance(outputs, tuple | list):
+        logits = next((o for o in outputs if isinstance(o, Tensor) and o.dim() >= 2), None)
+    return logits if isinstance(logits, Tensor) else None

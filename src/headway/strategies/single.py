@@ -1,0 +1,116 @@
+"""One process, one device.
+
+Owns moving batches, accumulation, clipping and the withheld step on one device. Every collective
+of the contract is the identity here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headway.checkpoint.component import StateComponent
+from headway.data.loader import Window, count_targets
+from headway.models.generate import generate
+from headway.strategies.base import DataShard, EvalStep, Notify, Strategy
+from headway.strategies.objective import Objective
+
+
+class SingleDevice(Strategy):
+    """The strategy of a laptop and of one GPU."""
+
+    name = "single"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._moves = device.type != "cpu"
+        self._model: nn.Module | None = None
+        self._parameters: list[nn.Parameter] = []
+
+    def setup(self, model: nn.Module) -> nn.Module:
+        self._model = model.to(self.device)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        return self._model
+
+    def unwrap(self) -> nn.Module:
+        assert self._model is not None, "setup comes first"
+        return self._model
+
+    def forward_backward(
+        self, window: Window, objective: Objective, num_targets: int | Tensor, notify: Notify
+    ) -> Tensor:
+        model, total = self._model, None
+        assert model is not None, "setup comes first"
+        alone = len(window.micro_batches) == 1
+        for batch in window.micro_batches:
+            notify("on_forward_backward_begin")
+            own = num_targets if alone else count_targets(batch)
+            loss = objective.loss(model, self._move(batch), num_targets, own)
+            loss.backward()  # type: ignore[no-untyped-call]
+            loss = loss.detach()
+            total = loss if total is None else total + loss
+            notify("on_forward_backward_end")
+            notify("on_substep_end")
+        assert total is not None, "a window has at least one micro-batch"
+        return total
+
+    def eval_forward(self, batch: Any, objective: Objective) -> EvalStep:
+        assert self._model is not None, "setup comes first"
+        loss_sum, count, logits, labels = objective.evaluate(self._model, self._move(batch))
+        return EvalStep(loss_sum, count, logits, labels)
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if not gradients:
+            return torch.zeros((), device=self.device)
+        norm = nn.utils.get_total_norm(gradients, foreach=True)
+        if max_norm:
+            nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm, foreach=True)
+        return norm
+
+    def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
+        # Non-finite anywhere makes the sum non-finite.
+        finite = torch.isfinite(loss + grad_norm)
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            # The fused kernels read the flag on the device and leave weights and state alone.
+            optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            optimizer.step()
+        elif bool(finite):  # no such kernel: the host has to look, once a step
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def reduce(self, value: Tensor, operation: str) -> Tensor:
+        return value.abs() if operation == "l2_norm" else value
+
+    def agree(self, value: int) -> int:
+        return value
+
+    def barrier(self) -> None:
+        pass
+
+    def data_shard(self) -> DataShard:
+        return DataShard()
+
+    def state_components(self) -> list[StateComponent]:
+        return []
+
+    def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
+        return generate(self.unwrap(), input_ids.to(self.device), **options)
+
+    def teardown(self) -> None:
+        self._model = None
+        self._parameters = []
+
+    def _move(self, batch: Any) -> Any:
+        if not self._moves:
+            return batch
+        if isinstance(batch, Tensor):
+            return batch.to(self.device, non_blocking=True)
+        if isinstance(batch, Mapping):
+            return {key: self._move(value) for key, value in batch.items()}
+        if isinstance(batch, list | tuple):
+            return type(batch)(self._move(value) for value in batch)
+        return batch

@@ -1,0 +1,1 @@
+"""Trainers: each composes the parts around one strategy."""

@@ -1,0 +1,113 @@
+"""How long a run is and how often things are due, worked out from arguments and data.
+
+Owns the arithmetic between samples, micro-batches, optimizer steps, epochs and tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from headway.args import TrainingArguments
+from headway.config.batch import derive_accumulation
+from headway.config.duration import Duration
+from headway.data.loader import WindowLoader
+from headway.engine.state import TrainerState
+from headway.engine.triggers import Length, Trigger
+
+
+@dataclass
+class RunPlan:
+    """What the loop is given: length, cadence, and the figures a schedule or a bar needs."""
+
+    steps_per_epoch: int
+    max_steps: int | None
+    """Optimizer steps of the whole run; None when only tokens or time bound it."""
+    expected_steps: int | None
+    """`max_steps`, or what a token budget comes to when every sample has one length."""
+    length: Length
+    log_trigger: Trigger
+    eval_trigger: Trigger
+    save_trigger: Trigger
+
+    def describe(self, state: TrainerState, args: TrainingArguments) -> None:
+        """Show the plan in the state, in the terms Hugging Face's callbacks read."""
+        state.max_steps = self.expected_steps or 0
+        state.num_train_epochs = (
+            args.num_train_epochs
+            if self.expected_steps is None
+            else math.ceil(self.expected_steps / self.steps_per_epoch)
+        )
+        state.logging_steps = self.log_trigger.period_steps
+        state.eval_steps = self.eval_trigger.period_steps
+        state.save_steps = self.save_trigger.period_steps
+        state.train_batch_size = args.per_device_train_batch_size
+        state.max_eval_steps = args.max_eval_steps
+
+
+def sample_length(dataset: Any) -> int | None:
+    """Tokens in every sample, where the dataset fixes it."""
+    length = getattr(dataset, "sequence_length", None)
+    return length if isinstance(length, int) else None
+
+
+def accumulation_steps(args: TrainingArguments, world_size: int, dataset: Any) -> int:
+    """Micro-batches per optimizer step, given or derived from a global batch."""
+    return derive_accumulation(args, world_size=world_size, sequence_length=sample_length(dataset))
+
+
+def plan_run(args: TrainingArguments, loader: WindowLoader, world_size: int) -> RunPlan:
+    """Work out a run's length and cadence."""
+    steps_per_epoch = loader.num_windows or args.epoch_train_steps
+    train_for = Duration.parse(args.train_for) if args.train_for is not None else None
+    stop_at = Duration.parse(args.stop_at) if args.stop_at is not None else None
+    max_steps = _max_steps(args, train_for, steps_per_epoch)
+    expected = max_steps
+    if expected is None and train_for is not None and train_for.unit == "tokens":
+        length = sample_length(loader.dataset)
+        if length is not None:
+            samples = args.per_device_train_batch_size * loader.accumulation * world_size
+            expected = math.ceil(train_for.value / (samples * length))
+    return RunPlan(
+        steps_per_epoch=steps_per_epoch,
+        max_steps=max_steps,
+        expected_steps=expected,
+        length=Length(max_steps, train_for if max_steps is None else None, stop_at),
+        log_trigger=_trigger(
+            args.logging_strategy,
+            args.logging_steps,
+            args.log_every,
+            first_step=args.logging_first_step,
+        ),
+        eval_trigger=_trigger(
+            args.eval_strategy, args.eval_steps, args.eval_every, delay=args.eval_delay
+        ),
+        save_trigger=_trigger(args.save_strategy, args.save_steps, args.save_every),
+    )
+
+
+def _max_steps(
+    args: TrainingArguments, train_for: Duration | None, steps_per_epoch: int
+) -> int | None:
+    if train_for is not None:
+        if train_for.unit == "steps":
+            return int(train_for.value)
+        if train_for.unit == "epochs":
+            return math.ceil(train_for.value * steps_per_epoch)
+        return None
+    if args.max_steps > 0:
+        return args.max_steps
+    return math.ceil(args.num_train_epochs * steps_per_epoch)
+
+
+def _trigger(
+    strategy: str,
+    steps: int,
+    every: str | int | None,
+    *,
+    delay: float = 0,
+    first_step: bool = False,
+) -> Trigger:
+    duration = Duration.parse(every) if every is not None else None
+    return Trigger(strategy, steps, duration, delay=delay, first_step=first_step)

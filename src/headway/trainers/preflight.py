@@ -1,0 +1,101 @@
+"""Checks on model and data together, before the first step.
+
+Owns mistakes that only show when both are there: ids outside the vocabulary, sequences longer than
+the model takes. Does not own the arguments' own rules (config).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from headway.data.loader import WindowLoader
+from headway.errors import ConfigError
+
+# An in-memory list is looked at whole up to here; larger data declares what it needs.
+_MOST_SAMPLES_SCANNED = 10_000
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """How many token ids the model's embedding has, if it tells."""
+    get = getattr(model, "get_input_embeddings", None)
+    if not callable(get):
+        return None
+    try:
+        embedding = get()
+    except NotImplementedError:  # transformers models without one
+        return None
+    weight = getattr(embedding, "weight", None)
+    return None if weight is None else int(weight.shape[0])
+
+
+def longest_sequence(model: nn.Module) -> int | None:
+    """How many positions the model takes, if it tells."""
+    config = getattr(model, "config", None)
+    for name in ("max_seq_len", "max_position_embeddings", "n_positions"):
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def check_data_fits(model: nn.Module, loader: WindowLoader, option: str) -> None:
+    """Refuse data that the model cannot take; looks at samples without training on them."""
+    vocabulary, positions = vocabulary_size(model), longest_sequence(model)
+    problems: list[str] = []
+    dataset = loader.dataset
+    needed = getattr(dataset, "vocab_size_needed", None)
+    if isinstance(needed, int) and vocabulary is not None and needed > vocabulary:
+        problems.append(_vocabulary_problem(option, needed - 1, vocabulary))
+    length = getattr(dataset, "sequence_length", None)
+    if isinstance(length, int) and positions is not None and length > positions:
+        problems.append(_length_problem(option, length, positions))
+    if not problems:
+        problems += _scan(dataset, vocabulary, positions, option)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _scan(dataset: Any, vocabulary: int | None, positions: int | None, option: str) -> list[str]:
+    if isinstance(dataset, list | tuple) and len(dataset) <= _MOST_SAMPLES_SCANNED:
+        samples = list(dataset)
+    elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        samples = [dataset[0]] if len(dataset) else []
+    else:
+        return []
+    for index, sample in enumerate(samples):
+        if not isinstance(sample, Mapping) or "input_ids" not in sample:
+            continue
+        ids = np.asarray(sample["input_ids"])
+        if ids.size == 0:
+            return [f"{option}: sample {index} has no tokens"]
+        if not np.issubdtype(ids.dtype, np.integer):
+            return [f"{option}: input_ids of sample {index} are {ids.dtype}, not integers"]
+        if int(ids.min()) < 0:
+            return [f"{option}: sample {index} has the negative token id {int(ids.min())}"]
+        if vocabulary is not None and int(ids.max()) >= vocabulary:
+            return [_vocabulary_problem(option, int(ids.max()), vocabulary, index)]
+        if positions is not None and ids.shape[-1] > positions:
+            return [_length_problem(option, int(ids.shape[-1]), positions, index)]
+    return []
+
+
+def _vocabulary_problem(
+    option: str, token_id: int, vocabulary: int, index: int | None = None
+) -> str:
+    where = "the data" if index is None else f"sample {index}"
+    return (
+        f"{option}: {where} has the token id {token_id}, but the model's vocabulary ends at "
+        f"{vocabulary - 1}; give the model vocab_size >= {token_id + 1} or use its own tokenizer"
+    )
+
+
+def _length_problem(option: str, length: int, positions: int, index: int | None = None) -> str:
+    where = "the data has" if index is None else f"sample {index} has"
+    return (
+        f"{option}: {where} sequences of {length} tokens, but the model takes at most "
+        f"{positions}; shorten sequence_length or raise the model's max_seq_len"
+    )

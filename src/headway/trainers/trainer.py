@@ -1,0 +1,478 @@
+"""`Trainer`: puts model, data, strategy, optimizer, callbacks and checkpoints together and runs.
+
+Owns composition and the public API. The loop is in engine/, devices in strategies/, bytes in
+checkpoint/; a trainer for another strategy chooses that strategy and overrides nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from headway.args import TrainingArguments
+from headway.callbacks import default_callbacks as make_default_callbacks
+from headway.config.snapshot import write_snapshot
+from headway.data.loader import WindowLoader
+from headway.dist.env import DistributedEnvInterface, detect_env
+from headway.dist.seed import draw_seed, seed_all
+from headway.engine.evaluate import EvalResult, evaluation_mode, run_evaluation
+from headway.engine.events import EventBus, TrainerCallback, normalise_callbacks
+from headway.engine.loop import LoopParts, TrainingLoop
+from headway.engine.metrics import MetricBuffer, MetricMergeStrategy, ReduceType, Value
+from headway.engine.signals import SignalRequests
+from headway.engine.state import TrainerControl, TrainerState
+from headway.errors import ConfigError
+from headway.models.hf import save_pretrained
+from headway.optim.build import OptimizerFactory, build_optimizer, build_scheduler
+from headway.optim.groups import OptimizerGroups
+from headway.strategies.base import Strategy
+from headway.strategies.objective import LossFunction, Objective
+from headway.strategies.single import SingleDevice
+from headway.trainers.model import build_model, flops_per_token
+from headway.trainers.plan import RunPlan, accumulation_steps, plan_run
+from headway.trainers.preflight import check_data_fits
+from headway.trainers.saving import Saver
+
+logger = logging.getLogger(__name__)
+
+
+class TrainOutput(NamedTuple):
+    """What `train()` returns; the first three as Hugging Face's."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, Any]
+    interrupted_by: str | None = None
+    """Name of the signal, or "stop_at", that ended the run before its length was done."""
+
+
+class PredictionOutput(NamedTuple):
+    """Predictions (logits), labels and metrics of a pass; arrays joined along the batch."""
+
+    predictions: np.ndarray | list[np.ndarray] | None
+    label_ids: np.ndarray | list[np.ndarray] | None
+    metrics: dict[str, float]
+
+
+class Trainer:
+    """Trains a model on one device.
+
+    All arguments go by name. `args` may be a dict; `model` or `model_init` is needed. A list of
+    callbacks is added to the default ones (one of the same class takes a default's place);
+    `default_callbacks=False` leaves the defaults out.
+    """
+
+    def __init__(
+        self,
+        *,
+        args: TrainingArguments | Mapping[str, Any] | None = None,
+        model: nn.Module | None = None,
+        model_init: Callable[[], nn.Module] | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: Sequence[Any] | Mapping[str, Any] | None = None,
+        compute_loss_func: LossFunction | None = None,
+        distributed_env: DistributedEnvInterface | None = None,
+        optimizer_factory: OptimizerFactory | None = None,
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+        optimizer_groups: OptimizerGroups | None = None,
+        lr_scheduler_factory: Callable[[Optimizer], LRScheduler] | None = None,
+        enable_activation_checkpoint_fn: Callable[[int, nn.Module], None] | None = None,
+        fused_loss_factory: Callable[[nn.Module], LossFunction] | None = None,
+        default_callbacks: bool = True,
+        run_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        if args is None:
+            args = TrainingArguments()
+        elif isinstance(args, Mapping):
+            args = TrainingArguments.from_dict(dict(args))
+        self.args: TrainingArguments = args
+        if model is None and model_init is None:
+            raise ConfigError("Trainer needs a model: give model=... or model_init=...")
+        if fused_loss_factory is not None:
+            raise ConfigError(
+                "fused_loss_factory is not available yet: it comes with precision and fused losses"
+            )
+        self.env = distributed_env or detect_env(use_cpu=args.use_cpu, device=args.device)
+        if self.env.world_size > 1:
+            raise ConfigError(
+                f"Trainer runs on one device, but this process is one of {self.env.world_size} "
+                f"(WORLD_SIZE); trainers for several are not available yet"
+            )
+        self.model: nn.Module | None = model
+        self.model_init = model_init
+        self.data_collator = data_collator
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.processing_class = processing_class
+        self.compute_loss_func = compute_loss_func
+        self.optimizer: Optimizer | None = None
+        self.lr_scheduler: LRScheduler | None = None
+        self._optimizer_factory = optimizer_factory
+        self._optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self._optimizer_groups = optimizer_groups
+        self._lr_scheduler_factory = lr_scheduler_factory
+        self._enable_activation_checkpoint_fn = enable_activation_checkpoint_fn
+        self._run_config = dict(run_config) if run_config is not None else None
+        self.state = TrainerState()
+        self.bus = EventBus(args, self.state, TrainerControl())
+        self.metrics = MetricBuffer()
+        self.strategy: Strategy | None = None
+        self._objective: Objective | None = None
+        self._eval_loader: WindowLoader | None = None
+        self._register_callbacks(callbacks, default_callbacks)
+
+    # Callbacks
+
+    def _register_callbacks(self, given: Any, with_defaults: bool) -> None:
+        listed = normalise_callbacks(given)
+        if with_defaults:
+            classes = [cb if isinstance(cb, type) else type(cb) for _, cb in listed]
+            for default in make_default_callbacks(self.args):
+                if not any(issubclass(cls, type(default)) for cls in classes):
+                    self.bus.add(default)
+        for name, callback in listed:
+            self.bus.add(callback, name)
+
+    @property
+    def control(self) -> TrainerControl:
+        return self.bus.control
+
+    @property
+    def callbacks(self) -> dict[str, Any]:
+        """Callbacks by name, in the order in which they are called."""
+        return self.bus.callbacks
+
+    def add_callback(self, callback: Any, name: str | None = None) -> None:
+        """Register a callback: an instance, or a class to make one of."""
+        self.bus.add(callback, name)
+
+    def pop_callback(self, callback: Any) -> Any | None:
+        """Unregister and return the first callback that is, or is an instance of, this one."""
+        return self.bus.remove(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Unregister the first callback that is, or is an instance of, this one."""
+        self.bus.remove(callback)
+
+    # Metrics
+
+    def record_metric(
+        self,
+        name: str,
+        value: Value,
+        reduce_type: ReduceType | str | None = None,
+        namespace: str | None = None,
+        merge_strategy: MetricMergeStrategy | str = MetricMergeStrategy.warn,
+    ) -> None:
+        """Record a metric of the current step; it is delivered with the next flush."""
+        self.metrics.record(
+            self.state.global_step, name, value, reduce_type, namespace, merge_strategy
+        )
+
+    def record_ce_loss(self, value: Value, reduce_type: ReduceType | str | None = None) -> None:
+        """Record the current step's cross-entropy loss."""
+        self.record_metric("train/CE loss", value, reduce_type, None, "latest")
+
+    def get_metric(self, name: str, namespace: str | None = None) -> Value | None:
+        """A metric recorded in the current step; reading the number may wait for the device."""
+        return self.metrics.get(self.state.global_step, name, namespace)
+
+    def log(self, logs: dict[str, Any], with_step_event: bool = False) -> None:
+        """Append a record to the history and deliver it to the callbacks."""
+        if with_step_event:
+            self.bus.fire("on_log_step", logs=logs)
+        logs.setdefault("epoch", self.state.epoch)
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.bus.fire("on_log", logs=logs)
+
+    # Set-up
+
+    def _prepare_model(self, resumes: bool) -> None:
+        """Model on its device and an objective for it; done once."""
+        if self.strategy is not None:
+            return
+        strategy = SingleDevice(torch.device(self.env.device))
+        model = build_model(
+            self.model,
+            self.model_init,
+            self.args,
+            rank=self.env.rank,
+            enable_checkpointing=self._enable_activation_checkpoint_fn,
+        )
+        strategy.setup(model)
+        self.strategy, self.model = strategy, model
+        self._objective = Objective(model, self.compute_loss_func)
+        self.bus.kwargs.update(model=model, processing_class=self.processing_class, trainer=self)
+
+    def _loader(self, dataset: Any, *, training: bool) -> WindowLoader:
+        assert self.strategy is not None
+        args, shard = self.args, self.strategy.data_shard()
+        accumulation = accumulation_steps(args, shard.world_size, dataset) if training else 1
+        return WindowLoader(
+            dataset,
+            batch_size=(
+                args.per_device_train_batch_size if training else args.per_device_eval_batch_size
+            ),
+            accumulation=accumulation,
+            collate_fn=self.data_collator or _default_collator(self.processing_class),
+            seed=self.state.seed or 0,
+            shuffle=training,
+            drop_last=args.dataloader_drop_last,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and self.strategy.device.type == "cuda",
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            rank=shard.rank,
+            world_size=shard.world_size,
+            set_epoch=args.set_dataset_epoch,
+            epoch_batches=args.epoch_train_steps * accumulation if training else None,
+        )
+
+    def _prepare_optimizer(self, plan: RunPlan) -> None:
+        assert self.model is not None
+        self.optimizer = build_optimizer(
+            self.model,
+            self.args,
+            factory=self._optimizer_factory,
+            cls_and_kwargs=self._optimizer_cls_and_kwargs,
+            groups=self._optimizer_groups,
+        )
+        if self._lr_scheduler_factory is not None:
+            self.lr_scheduler = self._lr_scheduler_factory(self.optimizer)
+            if isinstance(self.lr_scheduler, TrainerCallback):
+                self.bus.add(self.lr_scheduler)
+        else:
+            self.lr_scheduler = build_scheduler(self.optimizer, self.args, plan.expected_steps)
+        self.bus.kwargs.update(optimizer=self.optimizer, lr_scheduler=self.lr_scheduler)
+
+    # Training
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
+        """Train to the end of the run's length, resuming as the arguments (or the parameter) say.
+
+        A signal or `stop_at` ends it early with a checkpoint; `interrupted_by` then says so.
+        """
+        if self.train_dataset is None:
+            raise ConfigError("train() needs train_dataset")
+        if self.args.eval_strategy != "no" and self.eval_dataset is None:
+            raise ConfigError(
+                f"eval_strategy={self.args.eval_strategy!r} needs eval_dataset, which is not given"
+            )
+        resume = self.args.resume_from_checkpoint
+        if resume_from_checkpoint is not None:
+            resume = resume_from_checkpoint
+        try:
+            with SignalRequests() as signals:
+                return self._train(resume, signals)
+        except BaseException as error:
+            self.bus.fire_to_all("on_error", exception=error)
+            self.bus.fire_to_all("on_close")
+            raise
+
+    def _train(self, resume: bool | str, signals: SignalRequests) -> TrainOutput:
+        saver = Saver(self, self._run_config)
+        checkpoint = saver.find(resume)
+        self._choose_seed(saver.saved_seed(checkpoint))
+        self._prepare_model(checkpoint is not None)
+        assert self.strategy is not None and self.model is not None
+        loader = self._loader(self.train_dataset, training=True)
+        check_data_fits(self.model, loader, "train_dataset")
+        if self.eval_dataset is not None:
+            self._eval_loader = self._loader(self.eval_dataset, training=False)
+            check_data_fits(self.model, self._eval_loader, "eval_dataset")
+        plan = plan_run(self.args, loader, self.strategy.data_shard().world_size)
+        self._prepare_optimizer(plan)
+        plan.describe(self.state, self.args)
+        self.bus.kwargs.update(train_dataloader=loader, eval_dataloader=self._eval_loader)
+        saver.attach(loader)
+        if checkpoint is not None:
+            saver.load(checkpoint)
+        write_snapshot(self.args.output_dir, self._run_config, self.args)
+        self.bus.fire("on_init_end")
+        loop = TrainingLoop(self._parts(plan, loader, saver), signals)
+        self.model.train()
+        started_s, started_tokens = time.monotonic(), self.state.num_input_tokens_seen
+        started_step = self.state.global_step
+        self.bus.fire("on_train_begin")
+        try:
+            loop.run()
+        finally:
+            loader.close()
+        output = self._finish(loop, saver, signals, started_s, started_step, started_tokens)
+        self.bus.fire("on_train_end")
+        errors = self.bus.fire_to_all("on_close")
+        if errors:
+            raise errors[0]
+        return output
+
+    def _choose_seed(self, saved: int | None) -> None:
+        """The stored seed of a resumed run, the given one, or one drawn now."""
+        if saved is not None:
+            self.state.seed = saved
+        elif self.args.seed >= 0:
+            self.state.seed = self.args.seed
+        else:
+            self.state.seed = draw_seed()
+            logger.info("seed %d was drawn (seed=-1); checkpoints keep it", self.state.seed)
+        seed_all(self.state.seed)
+
+    def _parts(self, plan: RunPlan, loader: WindowLoader, saver: Saver) -> LoopParts:
+        assert self.strategy is not None and self.model is not None
+        assert self._objective is not None and self.optimizer is not None
+        return LoopParts(
+            args=self.args,
+            state=self.state,
+            bus=self.bus,
+            strategy=self.strategy,
+            objective=self._objective,
+            optimizer=self.optimizer,
+            scheduler=self.lr_scheduler,
+            loader=loader,
+            metrics=self.metrics,
+            length=plan.length,
+            log_trigger=plan.log_trigger,
+            eval_trigger=plan.eval_trigger,
+            save_trigger=plan.save_trigger,
+            steps_per_epoch=plan.steps_per_epoch,
+            flops_per_token=flops_per_token(self.model, loader.dataset),
+            log=self.log,
+            evaluate=self._evaluate_in_training,
+            save=saver.save,
+            rollback=saver.rollback,
+        )
+
+    def _finish(
+        self,
+        loop: TrainingLoop,
+        saver: Saver,
+        signals: SignalRequests,
+        started_s: float,
+        started_step: int,
+        started_tokens: int,
+    ) -> TrainOutput:
+        if self.args.load_best_model_at_end and not loop.aborted and not loop.interrupted:
+            saver.load_best()
+        if self.bus.stopped_by is not None:
+            logger.info("stopped by %s in %s (%s)", *self.bus.stopped_by)
+        seconds = max(time.monotonic() - started_s, 1e-9)
+        steps = self.state.global_step - started_step
+        tokens = self.state.num_input_tokens_seen - started_tokens
+        loader = self.bus.kwargs["train_dataloader"]
+        batch = self.args.per_device_train_batch_size * loader.accumulation
+        loss = loop.losses_sum / loop.num_steps if loop.num_steps else 0.0
+        summary: dict[str, Any] = {
+            "train_runtime": seconds,
+            "train_loss": loss,
+            "step": self.state.global_step,
+            "epoch": self.state.epoch,
+            "train_samples": steps * batch,
+            "train_samples_per_second": steps * batch / seconds,
+            "train_steps_per_second": steps / seconds,
+            "effective_batch_size": batch,
+            "total_tokens": self.state.num_input_tokens_seen,
+            "tokens_per_second": tokens / seconds,
+            "total_flops": self.state.total_flos,
+        }
+        self.log(dict(summary))
+        interrupted_by = None
+        if loop.interrupted:
+            interrupted_by = signals.stop_signal.name if signals.stop_signal else "stop_at"
+        return TrainOutput(self.state.global_step, loss, summary, interrupted_by)
+
+    # Evaluation
+
+    def evaluate(
+        self, eval_dataset: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Loss and speed over `eval_dataset` (or the trainer's own)."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ConfigError("evaluate() needs eval_dataset, here or in the constructor")
+        result = self._pass(dataset, "on_evaluate", metric_key_prefix)
+        return result.metrics
+
+    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Logits, labels and metrics for a dataset; the logits are kept on the host."""
+        result = self._pass(test_dataset, "on_predict", metric_key_prefix, keep_outputs=True)
+        return PredictionOutput(_join(result.logits), _join(result.labels), result.metrics)
+
+    def _pass(
+        self, dataset: Any, event: str, prefix: str, keep_outputs: bool = False
+    ) -> EvalResult:
+        self._prepare_model(False)
+        assert self.model is not None
+        loader = self._loader(dataset, training=False)
+        check_data_fits(self.model, loader, f"{prefix}_dataset")
+        self.bus.kwargs["eval_dataloader"] = loader
+        try:
+            return self._run_pass(loader, event, prefix, keep_outputs)
+        finally:
+            loader.close()
+            self.bus.kwargs["eval_dataloader"] = self._eval_loader
+
+    def _evaluate_in_training(self) -> dict[str, float]:
+        if self._eval_loader is None:
+            raise ConfigError("an evaluation was asked for, but there is no eval_dataset")
+        return self._run_pass(self._eval_loader, "on_evaluate", "eval", False).metrics
+
+    def _run_pass(
+        self, loader: WindowLoader, event: str, prefix: str, keep_outputs: bool
+    ) -> EvalResult:
+        assert self.strategy is not None and self._objective is not None and self.model is not None
+        with evaluation_mode(self.model):
+            result = run_evaluation(
+                self.strategy,
+                self._objective,
+                loader,
+                self.bus,
+                max_steps=self.args.max_eval_steps,
+                prefix=prefix,
+                keep_outputs=keep_outputs,
+            )
+            if event == "on_evaluate":
+                self.log(dict(result.metrics))
+            self.bus.fire(event, metrics=result.metrics)
+        return result
+
+    # Saving
+
+    def save_model(self, output_dir: str | None = None, overwrite_output_dir: bool = False) -> None:
+        """Write the weights, config and tokenizer as a Hugging Face model folder."""
+        self._prepare_model(False)
+        assert self.strategy is not None
+        target = Path(output_dir or self.args.output_dir)
+        existing = sorted(target.glob("model*.safetensors")) if target.is_dir() else []
+        if existing and not overwrite_output_dir:
+            raise ConfigError(
+                f"save_model: {target} already holds {existing[0].name}; choose another folder or "
+                f"pass overwrite_output_dir=True"
+            )
+        save_pretrained(self.strategy.unwrap(), target, tokenizer=self.processing_class)
+
+
+def _default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
+    from headway.data.collate import PadCollator
+
+    pad = getattr(processing_class, "pad_token_id", None)
+    return PadCollator(pad_token_id=pad if isinstance(pad, int) else 0)
+
+
+def _join(tensors: list[torch.Tensor]) -> np.ndarray | list[np.ndarray] | None:
+    """One array when the batches agree in shape; otherwise one per batch."""
+    if not tensors:
+        return None
+    arrays = [t.numpy() for t in tensors]
+    if len({a.shape[1:] for a in arrays}) == 1:
+        return np.concatenate(arrays)
+    return arrays
