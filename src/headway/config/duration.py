@@ -30,7 +30,7 @@ _SECONDS = {
     **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), 3600),
     **dict.fromkeys(("d", "day", "days"), 86400),
 }
-_NUMBER = r"(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)"
+_NUMBER = r"(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d{1,2})?|\.\d+)"
 _COUNT = re.compile(_NUMBER + r"\s*([kKmMbBtT])?\s*([A-Za-z]+)")
 _TIME_PART = re.compile(_NUMBER + r"\s*([A-Za-z]+)\s*")
 _EXAMPLES = "'500 steps', '1.5 epochs', '2B tokens', '300s', '20min', '1h30m', '2 days'"

@@ -1,0 +1,265 @@
+"""From a class path and its arguments to an object, with the check that needs no building.
+
+Owns: import by name, the comparison of `init_args` with a signature, nested components.
+Does not own: short names (registry), files and lines (load).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from headway.config.registry import BUILT_FROM, GIVEN, NEEDS_TORCH, resolve_name, short_names
+from headway.config.schema import Component
+from headway.config.typecheck import Problem, conform, describe, field_types
+from headway.errors import ConfigError, nearest, unknown
+
+
+def check_component(component: Component, slot: str, where: str) -> None:
+    """Raise a ConfigError with every mistake in a component; `where` opens each message."""
+    problems = find_problems(component, slot, "")
+    if problems:
+        raise ConfigError([f"{where}: {problem.message}" for problem in problems])
+
+
+def find_problems(component: Component, slot: str, path: str) -> list[Problem]:
+    """Every mistake in a component; `path` is its dotted place in the run file."""
+    prefix = f"{path}." if path else ""
+    dotted = resolve_name(component.class_path, slot)
+    problems: list[Problem] = []
+    for name, value in component.init_args.items():
+        for inner_path, inner in _nested(value, f"{prefix}init_args.{name}"):
+            problems += find_problems(inner, slot, inner_path)
+    if dotted in NEEDS_TORCH:
+        return problems
+    try:
+        target = load_target(BUILT_FROM.get(dotted, dotted), slot)
+    except ConfigError as error:
+        return [*problems, Problem((f"{prefix}class_path",), str(error))]
+    signature = _Signature(target, GIVEN.get(slot, ()))
+    for name, message in signature.check(component.init_args):
+        problems.append(Problem((f"{prefix}init_args.{name}" if name else path,), message))
+    if dotted in BUILT_FROM and not problems:
+        problems += _try_values(target, component.init_args, f"{prefix}init_args")
+    return problems
+
+
+def instantiate(component: Component, slot: str, **given: Any) -> Any:
+    """Build what a component names. `given` is passed on where the target takes it."""
+    dotted = resolve_name(component.class_path, slot)
+    target = load_target(dotted, slot)
+    built_from = BUILT_FROM.get(dotted)
+    signature = _Signature(load_target(built_from, slot) if built_from else target, tuple(given))
+    broken = signature.check(component.init_args)
+    if broken:
+        raise ConfigError([f"{component.class_path}: {message}" for _, message in broken])
+    values = {
+        name: _build_nested(value, slot, given)
+        if _has_nested(value)
+        else signature.convert(name, value)
+        for name, value in component.init_args.items()
+    }
+    for name, value in given.items():
+        if name not in values and signature.takes(name):
+            values[name] = value
+    try:
+        return target(signature.target(**values)) if built_from else target(**values)
+    except TypeError as error:
+        raise ConfigError(f"{component.class_path}: {error}") from error
+
+
+def load_target(dotted: str, slot: str) -> Callable[..., Any]:
+    """Import a class or function by its dotted path."""
+    if "." not in dotted:
+        raise ConfigError(unknown(f"{slot} class", dotted, short_names(slot)))
+    module, attributes = _import_longest(dotted)
+    found: Any = module
+    for attribute in attributes:
+        if not hasattr(found, attribute):
+            names = [name for name in dir(found) if not name.startswith("_")]
+            hint = nearest(attribute, names)
+            more = f"; did you mean {hint!r}?" if hint else ""
+            raise ConfigError(f"{getattr(found, '__name__', found)!r} has no {attribute!r}{more}")
+        found = getattr(found, attribute)
+    if not callable(found):
+        raise ConfigError(f"{dotted!r} is no class or function")
+    return found  # type: ignore[no-any-return]
+
+
+def _import_longest(dotted: str) -> tuple[Any, list[str]]:
+    parts = dotted.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise ConfigError(f"{dotted!r} is no dotted path such as 'package.module.Class'")
+    for cut in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:cut])
+        try:
+            return importlib.import_module(name), parts[cut:]
+        except ModuleNotFoundError as error:
+            if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+                raise ConfigError(f"importing {name!r} failed: {error}") from error
+        except Exception as error:
+            raise ConfigError(f"importing {name!r} failed: {error}") from error
+    raise ConfigError(f"no module named {parts[0]!r} for {dotted!r}")
+
+
+def is_component(value: Any) -> bool:
+    """Whether a value inside `init_args` is itself a component."""
+    if isinstance(value, Component):
+        return True
+    return isinstance(value, Mapping) and "class_path" in value and {*value} <= _COMPONENT_KEYS
+
+
+_COMPONENT_KEYS = {"class_path", "init_args"}
+
+
+def _as_component(value: Any) -> Component:
+    if isinstance(value, Component):
+        return value
+    return Component(str(value["class_path"]), dict(value.get("init_args") or {}))
+
+
+def _nested(value: Any, path: str) -> list[tuple[str, Component]]:
+    if is_component(value):
+        return [(path, _as_component(value))]
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
+    return [found for key, item in items for found in _nested(item, f"{path}.{key}")]
+
+
+def _has_nested(value: Any) -> bool:
+    return bool(_nested(value, ""))
+
+
+def _build_nested(value: Any, slot: str, given: Mapping[str, Any]) -> Any:
+    if is_component(value):
+        return instantiate(_as_component(value), slot, **given)
+    if isinstance(value, Mapping):
+        return {key: _build_nested(item, slot, given) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_build_nested(item, slot, given) for item in value]
+    return value
+
+
+def _try_values(target: Callable[..., Any], values: Mapping[str, Any], path: str) -> list[Problem]:
+    try:
+        target(**values)
+    except ConfigError as error:
+        return [Problem((_place(message, values, path),), message) for message in error.problems]
+    return []
+
+
+def _place(message: str, values: Mapping[str, Any], path: str) -> str:
+    """The argument a message speaks of first, to point at its line."""
+    words = re.findall(r"\w+", message)
+    named = [word for word in words if word in values]
+    return f"{path}.{named[0]}" if named else path
+
+
+class _Signature:
+    """The parameters of a target, checked by our own types or by jsonargparse."""
+
+    def __init__(self, target: Callable[..., Any], given: tuple[str, ...]) -> None:
+        self.target = target
+        self.given = given
+        self.parser: Any = None
+        if dataclasses.is_dataclass(target) and isinstance(target, type):
+            fields = [field for field in dataclasses.fields(target) if field.init]
+            self.types = field_types(target)
+            self.names = [field.name for field in fields]
+            missing = dataclasses.MISSING
+            self.required = [
+                field.name
+                for field in fields
+                if field.default is missing and field.default_factory is missing
+            ]
+            self.open = False
+        else:
+            self._read_callable(target)
+
+    def _read_callable(self, target: Callable[..., Any]) -> None:
+        from jsonargparse import ArgumentParser
+
+        parser = ArgumentParser(exit_on_error=False)
+        skip: set[str | int] = {*self.given}
+        try:
+            if inspect.isclass(target):
+                names = parser.add_class_arguments(
+                    target, fail_untyped=False, skip=skip, instantiate=False
+                )
+            else:
+                names = parser.add_function_arguments(target, fail_untyped=False, skip=skip)
+            parameters = inspect.signature(target).parameters
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{target!r} cannot be configured: {error}") from error
+        # Arguments are converted one by one, so that every mistake is told: a parser that insists
+        # on the others at each of them would hide it.
+        actions = [action for action in parser._actions if action.required]
+        self.required = [action.dest for action in actions]
+        for action in actions:
+            action.required = False
+        self.names = [*names, *(name for name in parameters if name in skip)]
+        kinds = {parameter.kind for parameter in parameters.values()}
+        self.open = inspect.Parameter.VAR_KEYWORD in kinds
+        self.types = _hints(target)
+        self.parser = parser
+
+    def takes(self, name: str) -> bool:
+        """Whether the target has a parameter of this name."""
+        return name in self.names or self.open
+
+    def check(self, values: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """(argument, message) for each mistake in `values`."""
+        found = []
+        for name, value in values.items():
+            if name not in self.names:
+                if not self.open:
+                    found.append((name, unknown("argument", name, self.names)))
+            elif not _has_nested(value):
+                try:
+                    self.convert(name, value)
+                except ConfigError as error:
+                    found.append((name, str(error)))
+        missing = [name for name in self.required if name not in values and name not in self.given]
+        if missing:
+            shown = ", ".join(missing)
+            found.append(("", f"missing argument{'s' if len(missing) > 1 else ''}: {shown}"))
+        return found
+
+    def convert(self, name: str, value: Any) -> Any:
+        """`value` as the parameter's type wants it; a ConfigError says why it cannot be."""
+        if self.parser is None:
+            converted, problems = conform(value, self.types[name], name)
+            if problems:
+                raise ConfigError(problems[0].message)
+            return converted
+        if name in self.given or name not in self.names:
+            return value
+        try:
+            parsed = self.parser.parse_object({name: value}, defaults=False)
+            return self.parser.instantiate_classes(parsed)[name]
+        except Exception as error:
+            annotation = self.types.get(name)
+            wanted = describe(annotation) if annotation is not None else _first_line(error)
+            raise ConfigError(f"{name} must be {wanted}, got {value!r}") from error
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    import typing
+
+    try:
+        return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    except Exception:
+        return {}
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[-1] if lines else type(error).__name__
+    return re.sub(r"<class '([^']*)'>", r"\1", text)

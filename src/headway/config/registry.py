@@ -1,0 +1,62 @@
+"""Short names of components: what `class_path: AdamW` means in which slot.
+
+Owns: the table, and which module tells a component's signature without importing torch.
+Does not own: importing or checking a component (components).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+SLOTS = ("model", "data", "collator", "optimizer", "lr_scheduler", "callbacks")
+
+_TORCH_OPTIMIZERS = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon",
+    "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+_TORCH_SCHEDULES = (
+    "ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts",
+    "CyclicLR", "ExponentialLR", "LinearLR", "MultiStepLR", "OneCycleLR", "PolynomialLR",
+    "SequentialLR", "StepLR",
+)  # fmt: skip
+_DATASETS = ("MixedDataset", "PromptDataset", "SyntheticDataset", "TextDataset", "TokenDataset")
+
+_TABLE: dict[str, dict[str, str]] = {
+    "model": {"Decoder": "headway.models.Decoder", "pretrained": "headway.models.load_causal_lm"},
+    "data": {name: f"headway.data.{name}" for name in _DATASETS},
+    "collator": {"PadCollator": "headway.data.PadCollator"},
+    "optimizer": {name: f"torch.optim.{name}" for name in _TORCH_OPTIMIZERS},
+    "lr_scheduler": {name: f"torch.optim.lr_scheduler.{name}" for name in _TORCH_SCHEDULES},
+    "callbacks": {},
+}
+
+# What the caller supplies when a component of the slot is built; a run file need not name it.
+GIVEN: dict[str, tuple[str, ...]] = {
+    "data": ("tokenizer",),
+    "optimizer": ("params",),
+    "lr_scheduler": ("optimizer",),
+}
+
+# Components built from one torch-free dataclass, which is therefore their signature.
+BUILT_FROM: dict[str, str] = {"headway.models.Decoder": "headway.models.config.DecoderConfig"}
+
+# Components of ours whose module imports torch: their signature is looked at when they are built.
+NEEDS_TORCH = frozenset({"headway.models.load_causal_lm", "headway.data.PadCollator"})
+
+DEFAULT_MODEL = "Decoder"
+
+
+def short_names(slot: str) -> dict[str, str]:
+    """Short name -> dotted path for one slot."""
+    if slot != "callbacks":
+        return _TABLE[slot]
+    if importlib.util.find_spec("headway.callbacks") is None:
+        return {}
+    module = importlib.import_module("headway.callbacks")
+    return {name: f"headway.callbacks.{name}" for name in getattr(module, "__all__", ())}
+
+
+def resolve_name(class_path: str, slot: str) -> str:
+    """The dotted path a class path stands for; a path with dots stands for itself."""
+    return class_path if "." in class_path else short_names(slot).get(class_path, class_path)
