@@ -31,6 +31,14 @@ STAGE_TYPES = ("loop", "v")
 MATMUL_PRECISIONS = ("high", "highest", "medium")
 COMPILE_MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
 NONFINITE_ACTIONS = ("raise", "skip", "stop")
+LR_SCHEDULES = (
+    "constant",
+    "constant_with_warmup",
+    "cosine",
+    "inverse_sqrt",
+    "linear",
+    "polynomial",
+)
 _DEVICE = re.compile(r"[a-z]+(:\d+)?")
 
 
@@ -178,8 +186,7 @@ def _number_rules() -> Iterator[tuple[tuple[str, ...], str, Any]]:
         _duration,
     )
     yield (
-        ("output_dir", "resume_from_checkpoint", "metric_for_best_model", "best_model_metric",
-         "lr_scheduler_type"),
+        ("output_dir", "resume_from_checkpoint", "metric_for_best_model", "best_model_metric"),
         "Not empty.",
         _nonempty,
     )  # fmt: skip
@@ -199,6 +206,7 @@ def _own_rules() -> Iterator[Rule]:
         ("H44", "default_dtype", DTYPES),
         ("H45", "torch_compile_mode", COMPILE_MODES),
         ("H46", "float32_matmul_precision", MATMUL_PRECISIONS),
+        ("H48", "lr_scheduler_type", LR_SCHEDULES),
     )
     for label, option, allowed in names:
         text = f"{option} is one of {', '.join(allowed)}."
