@@ -69,6 +69,8 @@ class PadCollator:
 
     def _collate_tokens(self, items: Sequence[Mapping[str, Any]], keys: list[str]) -> Any:
         rows = [_as_array(item["input_ids"]) for item in items]
+        if any(np.ndim(row) == 0 or len(row) == 0 for row in rows):
+            raise ConfigError("input_ids must be a non-empty sequence of token ids in every sample")
         lengths = [len(row) for row in rows]
         width = max(lengths)
         if self.max_length is not None:
@@ -76,15 +78,31 @@ class PadCollator:
             lengths = [min(length, width) for length in lengths]
         if self.pad_to_multiple_of is not None:
             width = -(-width // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        uncut = self.max_length is None
+        full_lengths = [len(row) for row in rows]
+        exact = all(length == width for length in full_lengths)
         ragged = any(length != width for length in lengths)
         batch: dict[str, Any] = {}
         for key in keys:
-            columns = rows if key == "input_ids" else [_as_array(item[key]) for item in items]
-            if key in self._fill and (ragged or not uncut):
-                batch[key] = _pad(key, columns, lengths, width, self._fill[key])
+            values = rows if key == "input_ids" else [_as_array(item[key]) for item in items]
+            fill = self._fill.get(key)
+            if fill is None or np.ndim(values[0]) == 0:
+                batch[key] = _stack(key, values)
+                continue
+            own_lengths = [len(value) for value in values]
+            if own_lengths == full_lengths:
+                batch[key] = (
+                    _stack(key, values) if exact else _pad(key, values, lengths, width, fill)
+                )
+            elif key == "labels":
+                # Labels of their own length belong to an encoder-decoder model.
+                batch[key] = _pad(key, values, own_lengths, max(own_lengths), fill)
             else:
-                batch[key] = _stack(key, columns)
+                raise ConfigError(
+                    f"{key!r} has {own_lengths[0]} entries where input_ids has {full_lengths[0]}"
+                    if len(items) == 1
+                    else f"{key!r} and input_ids have different lengths in a sample: "
+                    f"{own_lengths[:4]} against {full_lengths[:4]}"
+                )
         if ragged and "attention_mask" not in batch:
             batch["attention_mask"] = _length_mask(lengths, width)
         if self.causal_labels and "labels" not in batch:
@@ -111,41 +129,30 @@ def _as_array(value: Any) -> Any:
 
 def _stack(key: str, values: list[Any]) -> Any:
     first = values[0]
-    if isinstance(first, np.ndarray):
-        if first.dtype.kind in "OUS":
-            return [value.tolist() for value in values]
-        shapes = {np.shape(value) for value in values}
-        if len(shapes) > 1:
-            raise ConfigError(_ragged(key, shapes))
-        return torch.from_numpy(_widen(np.stack(values)))
+    if not isinstance(first, (np.ndarray, torch.Tensor)):
+        return values
+    if isinstance(first, np.ndarray) and first.dtype.kind in "OUS":
+        return [value.tolist() for value in values]
+    shapes = {tuple(value.shape) for value in values}
+    if len(shapes) > 1:
+        raise ConfigError(_ragged(key, shapes))
     if isinstance(first, torch.Tensor):
-        shapes = {tuple(value.shape) for value in values}
-        if len(shapes) > 1:
-            raise ConfigError(_ragged(key, shapes))
         return torch.stack(values)
-    return values
+    stacked = np.stack(values)
+    return torch.from_numpy(stacked.astype(_wide(key, stacked.dtype), copy=False))
 
 
 def _pad(key: str, values: list[Any], lengths: list[int], width: int, fill: int) -> torch.Tensor:
-    if not all(isinstance(value, (np.ndarray, torch.Tensor)) for value in values):
-        raise ConfigError(f"{key!r} must hold numbers, found {type(values[0]).__name__}")
-    if isinstance(values[0], torch.Tensor):
-        first = values[0]
-        padded = first.new_full((len(values), width, *first.shape[1:]), fill)
-        for row, (value, length) in enumerate(zip(values, lengths)):
-            _check_length(key, len(value), length)
-            padded[row, :length] = value[:length]
-        return padded
-    array = np.full((len(values), width, *values[0].shape[1:]), fill, dtype=_wide(values[0].dtype))
+    first = values[0]
+    shape = (len(values), width, *first.shape[1:])
+    padded: Any
+    if isinstance(first, torch.Tensor):
+        padded = first.new_full(shape, fill)
+    else:
+        padded = np.full(shape, fill, dtype=_wide(key, first.dtype))
     for row, (value, length) in enumerate(zip(values, lengths)):
-        _check_length(key, len(value), length)
-        array[row, :length] = value[:length]
-    return torch.from_numpy(array)
-
-
-def _check_length(key: str, found: int, needed: int) -> None:
-    if found < needed:
-        raise ConfigError(f"{key!r} has {found} entries where input_ids has {needed}")
+        padded[row, :length] = value[:length]
+    return padded if isinstance(padded, torch.Tensor) else torch.from_numpy(padded)
 
 
 def _length_mask(lengths: list[int], width: int) -> torch.Tensor:
@@ -153,13 +160,12 @@ def _length_mask(lengths: list[int], width: int) -> torch.Tensor:
     return torch.from_numpy(mask.astype(np.int64))
 
 
-def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Token ids from narrow or unsigned types become int64, which embeddings take."""
-    return np.dtype(np.int64) if dtype.kind == "u" and dtype.itemsize > 1 else dtype
-
-
-def _widen(array: Any) -> Any:
-    return array.astype(_wide(array.dtype), copy=False)
+def _wide(key: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Ids and labels from narrow or unsigned types become int64, which embeddings take."""
+    narrow = dtype.kind == "u" or (dtype.kind == "i" and dtype.itemsize < 4)
+    is_token_like = key in _FILL or key in ("input_ids", "labels")
+    wide = narrow and (is_token_like or dtype.itemsize > 1)
+    return np.dtype(np.int64) if wide else dtype
 
 
 def _ragged(key: str, shapes: set[tuple[int, ...]]) -> str:

@@ -1,0 +1,68 @@
+"""Data: token files, deterministic order, packing, mixing, collation, the stateful loader.
+
+Names are loaded when they are first used, so that importing this package does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headway.data.collate import PadCollator, default_collator
+    from headway.data.counting import count_samples, count_targets, count_tokens
+    from headway.data.datasets import PromptDataset, SyntheticDataset, TextDataset, TokenDataset
+    from headway.data.loader import Window, WindowLoader
+    from headway.data.mixing import MixedDataset
+    from headway.data.order import SampleOrder, sample_rng
+    from headway.data.packing import PackIndex, build_packs, load_packs
+    from headway.data.text import inspect_tokens, prepare_tokens
+    from headway.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+    from headway.data.tokens import TokenFile, TokenFileWriter
+
+_MODULES = {
+    "collate": ("PadCollator", "default_collator"),
+    "counting": ("count_samples", "count_targets", "count_tokens"),
+    "datasets": ("PromptDataset", "SyntheticDataset", "TextDataset", "TokenDataset"),
+    "loader": ("Window", "WindowLoader"),
+    "mixing": ("MixedDataset",),
+    "order": ("SampleOrder", "sample_rng"),
+    "packing": ("PackIndex", "build_packs", "load_packs"),
+    "text": ("inspect_tokens", "prepare_tokens"),
+    "tokenizer": ("ByteTokenizer", "Tokenizer", "load_tokenizer"),
+    "tokens": ("TokenFile", "TokenFileWriter"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "ByteTokenizer",
+    "MixedDataset",
+    "PackIndex",
+    "PadCollator",
+    "PromptDataset",
+    "SampleOrder",
+    "SyntheticDataset",
+    "TextDataset",
+    "TokenDataset",
+    "TokenFile",
+    "TokenFileWriter",
+    "Tokenizer",
+    "Window",
+    "WindowLoader",
+    "build_packs",
+    "count_samples",
+    "count_targets",
+    "count_tokens",
+    "default_collator",
+    "inspect_tokens",
+    "load_packs",
+    "load_tokenizer",
+    "prepare_tokens",
+    "sample_rng",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

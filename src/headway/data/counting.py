@@ -1,0 +1,60 @@
+"""What a batch amounts to: target tokens, input tokens, samples.
+
+Owns: the three counts that normalise the loss and drive tokens/s.
+Does not own: the loss itself (models), nor sums over windows and ranks (loader, engine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+IGNORED_LABEL = -100
+
+
+def count_targets(batch: Any) -> int | torch.Tensor:
+    """Labels that a causal model predicts: `labels[..., 1:]` other than -100, else samples.
+
+    A tensor only for labels on a device other than the CPU, where a number would need a sync.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor):
+        return count_samples(batch)
+    if labels.dim() < 2:
+        return labels.numel()
+    shifted = labels[..., 1:]
+    if labels.device.type != "cpu":
+        return (shifted != IGNORED_LABEL).sum()
+    return int(np.count_nonzero(shifted.numpy() != IGNORED_LABEL))
+
+
+def count_tokens(batch: Any) -> int:
+    """Input tokens that are not padding; samples where there are no `input_ids`."""
+    if not isinstance(batch, Mapping):
+        return count_samples(batch)
+    ids = batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor):
+        return count_samples(batch)
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.device.type == "cpu" and mask.shape == ids.shape:
+        return int(np.count_nonzero(mask.numpy()))
+    documents = batch.get("document_ids")
+    if isinstance(documents, torch.Tensor) and documents.device.type == "cpu":
+        return int(np.count_nonzero(documents.numpy() >= 0))
+    return ids.numel()
+
+
+def count_samples(batch: Any) -> int:
+    """The first dimension of the first tensor in the batch; 1 if there is none."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        return 1
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value.shape[0] if value.dim() else 1
+    return len(batch) if isinstance(batch, (list, tuple)) else 1

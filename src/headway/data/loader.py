@@ -1,0 +1,428 @@
+"""The loader: windows of micro-batches, in a fixed order, from any kind of dataset.
+
+Owns: the epoch and the position in it, grouping into windows, the state that resumes both.
+Does not own: the order itself (order), fetching (fetch), streams (streams), device moves.
+
+The position counts samples handed out over all ranks, so another batch size, world size or number
+of workers goes on exactly where the last one stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from headway.data.collate import default_collator
+from headway.data.counting import count_targets, count_tokens
+from headway.data.dealing import Deal
+from headway.data.fetch import Collator, Fetcher, Loaded, Request, WorkerPool, pin
+from headway.data.order import IndexArray, SampleOrder
+from headway.data.streams import BatchStream, Chunk, SampleStream
+from headway.errors import ConfigError
+
+__all__ = ["Window", "WindowLoader", "count_targets", "count_tokens"]
+
+logger = logging.getLogger("headway")
+
+_STATE_VERSION = 1
+_BLOCK_SAMPLES = 4096
+
+
+@dataclass(slots=True)
+class Window:
+    """All micro-batches of one optimizer step on this rank, and what they amount to."""
+
+    micro_batches: list[Any]
+    num_target_tokens: int | torch.Tensor
+    num_tokens: int
+    num_samples: int
+    sample_ids: IndexArray | None = None
+
+
+@dataclass(slots=True)
+class _Plan:
+    """One window before it is fetched: the samples of each micro-batch on this rank."""
+
+    indices: IndexArray
+    sizes: list[int]
+    num_global_samples: int
+
+    def requests(self, seed: int, epoch: int) -> Iterator[Request]:
+        start = 0
+        for size in self.sizes:
+            yield Request(seed, epoch, self.indices[start : start + size])
+            start += size
+
+
+class WindowLoader:
+    """Hands out windows of micro-batches and knows where it stands.
+
+    Takes a map-style dataset (also lists and Hugging Face datasets), an iterable dataset, or a
+    ready-made loader of batches, which is read as it is (`batch_size` then has no effect).
+    `epoch_batches` is the length of an epoch, in micro-batches, of a stream that has no length:
+    the stream goes on across such epochs and starts again only when it ends.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        accumulation: int = 1,
+        collate_fn: Collator | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        set_epoch: bool = True,
+        epoch_batches: int | None = None,
+    ) -> None:
+        _check_numbers(batch_size, accumulation, num_workers, rank, world_size, epoch_batches)
+        self.dataset = dataset
+        self.seed = int(seed)
+        self.shuffle = shuffle
+        self.epoch = 0
+        self.position = 0
+        self.deal = Deal(batch_size, accumulation, rank, world_size, drop_last)
+        self._collate: Collator = collate_fn if collate_fn is not None else default_collator
+        self._calls_set_epoch = set_epoch
+        self._epoch_batches = epoch_batches
+        self._batches_done = 0
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory and torch.cuda.is_available()
+        self._persistent_workers = persistent_workers and num_workers > 0
+        self._prefetch_factor = prefetch_factor if num_workers > 0 else None
+        self._pools: dict[str, WorkerPool] = {}
+        self._stored_stream: dict[str, Any] | None = None
+        self._stream: SampleStream | BatchStream | None = None
+        self._stream_ended = False
+        self.kind = classify(dataset)
+        self.num_samples: int | None = None
+        if self.kind == "map":
+            self.num_samples = len(dataset)
+            self._check_size(self.num_samples)
+            self._fetcher = Fetcher(dataset, self._collate, set_epoch=set_epoch)
+        else:
+            self._stream = self._make_stream()
+
+    # ---- how long an epoch is
+
+    def __len__(self) -> int:
+        if self.num_samples is not None:
+            return self.deal.num_batches(self.num_samples)
+        length = self._stream_length()
+        if length is None:
+            raise TypeError(f"a {type(self.dataset).__name__} has no length; set epoch_batches")
+        return length
+
+    @property
+    def num_windows(self) -> int | None:
+        """Optimizer steps of one epoch; None if that cannot be known."""
+        if self.num_samples is not None:
+            return self.deal.num_windows(self.num_samples)
+        length = self._stream_length()
+        return None if length is None else -(-length // self.deal.accumulation)
+
+    def _stream_length(self) -> int | None:
+        if self._epoch_batches is not None:
+            return self._epoch_batches
+        try:
+            length = len(self.dataset)
+        except (TypeError, NotImplementedError, AttributeError):
+            return None
+        return length if self.kind == "batches" else self.deal.num_batches(length)
+
+    # ---- reading
+
+    def start_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch."""
+        self.epoch = epoch
+        self.position = 0
+        self._batches_done = 0
+        if self._stream is not None and (self._epoch_batches is None or self._stream_ended):
+            self._stored_stream = None
+            self._stream.close()
+        self._stream_ended = False
+        self._tell_epoch()
+
+    def windows(self) -> Iterator[Window]:
+        """From the current position to the end of the epoch.
+
+        The position advances as a window is handed out. The last window may be smaller.
+        """
+        return self._map_windows() if self.num_samples is not None else self._stream_windows()
+
+    def batches(self) -> Iterator[Any]:
+        """Every micro-batch of one pass on this rank, for evaluation; moves no position."""
+        if self.num_samples is None:
+            stream = self._make_stream()
+            stream.open(seed=self.seed, epoch=self.epoch)
+            while (chunk := stream.read()) is not None:
+                if chunk.num_samples:
+                    yield chunk.batch
+            return
+        plans = self._plan(self.epoch, 0)
+        requests = (request for plan in plans for request in plan.requests(self.seed, self.epoch))
+        for loaded in self._load(requests, "batches"):
+            yield loaded.batch
+
+    def _map_windows(self) -> Iterator[Window]:
+        seed, epoch = self.seed, self.epoch
+        requests = (
+            request
+            for plan in self._plan(epoch, self.position)
+            for request in plan.requests(seed, epoch)
+        )
+        # The same plans twice: workers run ahead in the first, windows are grouped by the second.
+        loaded = self._load(requests, "windows")
+        for plan in self._plan(epoch, self.position):
+            parts = [next(loaded) for _ in plan.sizes]
+            self.position += plan.num_global_samples
+            yield Window(
+                [part.batch for part in parts],
+                sum(part.num_targets for part in parts),
+                sum(part.num_tokens for part in parts),
+                len(plan.indices),
+                plan.indices,
+            )
+
+    def _plan(self, epoch: int, position: int) -> Iterator[_Plan]:
+        assert self.num_samples is not None
+        deal = self.deal
+        order = SampleOrder(self.num_samples, self.seed, self.shuffle)
+        end = position + deal.usable(self.num_samples - position)
+        offset, sizes = deal.split(deal.window_samples)
+        width = deal.rank_samples
+        while end - position >= deal.window_samples:
+            count = min((end - position) // deal.window_samples, max(1, _BLOCK_SAMPLES // width))
+            begins = position + offset + deal.window_samples * np.arange(count, dtype=np.int64)
+            places = begins[:, None] + np.arange(width, dtype=np.int64)
+            for row in order.at(epoch, places.reshape(-1)).reshape(count, width):
+                yield _Plan(row, sizes, deal.window_samples)
+            position += count * deal.window_samples
+        if end > position:
+            offset, sizes = deal.split(end - position)
+            indices = order.indices(epoch, position + offset, sum(sizes))
+            yield _Plan(indices, sizes, end - position)
+
+    def _load(self, requests: Iterable[Request], purpose: str) -> Iterator[Loaded]:
+        if self._num_workers == 0:
+            loaded = map(self._fetcher.__getitem__, requests)
+            return map(pin, loaded) if self._pin_memory else loaded
+        pool = self._pools.get(purpose)
+        if pool is None:
+            pool = WorkerPool(
+                self._fetcher,
+                num_workers=self._num_workers,
+                pin_memory=self._pin_memory,
+                persistent_workers=self._persistent_workers,
+                prefetch_factor=self._prefetch_factor,
+            )
+            if self._persistent_workers:
+                self._pools[purpose] = pool
+        return pool.run(requests)
+
+    def _stream_windows(self) -> Iterator[Window]:
+        stream = self._stream
+        assert stream is not None
+        while not self._stream_ended:
+            limit = self.deal.accumulation
+            if self._epoch_batches is not None:
+                limit = min(limit, self._epoch_batches - self._batches_done)
+            chunks = self._read_stream(stream, limit)
+            if not chunks:
+                return
+            self._batches_done += len(chunks)
+            self.position += sum(chunk.num_global_samples for chunk in chunks)
+            kept = [chunk for chunk in chunks if chunk.num_samples]
+            yield Window(
+                [pin(chunk.batch) if self._pin_memory else chunk.batch for chunk in kept],
+                sum(chunk.num_targets for chunk in kept),
+                sum(chunk.num_tokens for chunk in kept),
+                sum(chunk.num_samples for chunk in kept),
+            )
+
+    def _read_stream(self, stream: SampleStream | BatchStream, limit: int) -> list[Chunk]:
+        if limit == 0:
+            return []
+        from_start = not stream.is_open and self._stored_stream is None
+        if not stream.is_open:
+            stream.open(self._stored_stream, seed=self.seed, epoch=self.epoch)
+            self._stored_stream = None
+        chunks: list[Chunk] = []
+        while len(chunks) < limit and (chunk := stream.read()) is not None:
+            chunks.append(chunk)
+        if not chunks and self._batches_done == 0:
+            if from_start:
+                again = " (a generator can be read only once)" if self.epoch else ""
+                raise ConfigError(
+                    f"the dataset is empty: it gave no sample in epoch {self.epoch}{again}"
+                )
+            # The stream ended exactly where the last epoch was cut.
+            return self._read_stream(stream, limit)
+        self._stream_ended = not stream.is_open
+        return chunks
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, as plain JSON values."""
+        state: dict[str, Any] = {
+            "version": _STATE_VERSION,
+            "kind": self.kind,
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "num_samples": self.num_samples,
+        }
+        if self._stream is not None:
+            state["num_batches"] = self._batches_done
+            state["ended"] = self._stream_ended
+            stored = self._stored_stream
+            state["stream"] = self._stream.state_dict() if stored is None else stored
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a stored place; the next window is the one that would have come there."""
+        if state.get("version") != _STATE_VERSION or state.get("kind") != self.kind:
+            raise ConfigError(
+                f"the stored data position is of kind {state.get('kind')!r} version "
+                f"{state.get('version')!r}; this dataset needs {self.kind!r} version "
+                f"{_STATE_VERSION}"
+            )
+        if state["seed"] != self.seed:
+            logger.info("data order: the stored seed %d replaces %d", state["seed"], self.seed)
+        stored_samples = state.get("num_samples")
+        if self.num_samples is not None and stored_samples != self.num_samples:
+            if state["position"] > self.num_samples:
+                raise ConfigError(
+                    f"the stored data position {state['position']} is beyond the dataset, which "
+                    f"has {self.num_samples} samples (it had {stored_samples})"
+                )
+            logger.warning(
+                "the dataset has %d samples, it had %d when the position was stored: the order of "
+                "samples is another one",
+                self.num_samples,
+                stored_samples,
+            )
+        if state.get("shuffle") != self.shuffle:
+            logger.warning("shuffle is %s, it was %s", self.shuffle, state.get("shuffle"))
+        self.seed = int(state["seed"])
+        self.epoch = int(state["epoch"])
+        self.position = int(state["position"])
+        self._batches_done = int(state.get("num_batches", 0))
+        if self._stream is not None:
+            self._stream.close()
+            self._stored_stream = state.get("stream")
+            self._stream_ended = bool(state.get("ended"))
+        self._tell_epoch()
+
+    def close(self) -> None:
+        """End worker processes."""
+        self._pools.clear()
+        if self._stream is not None and self._stream.is_open:
+            self._stored_stream = self._stream.state_dict()
+            self._stream.close()
+
+    # ---- set-up
+
+    def _tell_epoch(self) -> None:
+        if not self._calls_set_epoch:
+            return
+        for owner in (
+            self.dataset,
+            getattr(self.dataset, "sampler", None),
+            getattr(self.dataset, "batch_sampler", None),
+        ):
+            notify = getattr(owner, "set_epoch", None)
+            if callable(notify):
+                notify(self.epoch)
+
+    def _make_stream(self) -> SampleStream | BatchStream:
+        if self.kind == "batches":
+            return BatchStream(self.dataset)
+        return SampleStream(
+            self.dataset,
+            self._collate,
+            self.deal,
+            num_workers=self._num_workers,
+            prefetch_factor=self._prefetch_factor,
+        )
+
+    def _check_size(self, num_samples: int) -> None:
+        if num_samples == 0:
+            raise ConfigError(f"the dataset is empty ({type(self.dataset).__name__} of length 0)")
+        if self.deal.usable(num_samples) == 0:
+            raise ConfigError(
+                f"drop_last leaves nothing: the dataset has {num_samples} samples, less than "
+                f"batch_size {self.deal.batch_size} on {self.deal.world_size} rank(s)"
+            )
+
+
+def classify(dataset: Any) -> str:
+    """How a dataset is read: "map" by index, "iterable" sample by sample, "batches" as it is."""
+    if isinstance(dataset, DataLoader) or _makes_batches(dataset):
+        return "batches"
+    if isinstance(dataset, Mapping):
+        raise ConfigError(
+            f"a dataset is needed, got a {type(dataset).__name__} with the keys "
+            f"{', '.join(map(str, dataset))}; choose one of them"
+        )
+    if isinstance(dataset, IterableDataset):
+        return "iterable"
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        if not isinstance(dataset, (str, bytes)):
+            return "map"
+    elif hasattr(dataset, "__iter__"):
+        return "iterable"
+    raise ConfigError(
+        f"a {type(dataset).__name__} is no dataset; allowed: objects with __getitem__ and __len__, "
+        "iterables of samples, and loaders of batches"
+    )
+
+
+def _makes_batches(dataset: Any) -> bool:
+    if not hasattr(dataset, "__iter__"):
+        return False
+    if any(kind.__module__.startswith("torchdata.") for kind in type(dataset).__mro__):
+        return True
+    return not hasattr(dataset, "__getitem__") and (
+        hasattr(dataset, "batch_size") or hasattr(dataset, "batch_sampler")
+    )
+
+
+def _check_numbers(
+    batch_size: int,
+    accumulation: int,
+    num_workers: int,
+    rank: int,
+    world_size: int,
+    epoch_batches: int | None,
+) -> None:
+    problems = [
+        f"{name} must be at least {least}, got {value}"
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("accumulation", accumulation, 1),
+            ("num_workers", num_workers, 0),
+            ("world_size", world_size, 1),
+            ("epoch_batches", 1 if epoch_batches is None else epoch_batches, 1),
+        )
+        if value < least
+    ]
+    if not 0 <= rank < max(world_size, 1):
+        problems.append(f"rank must be from 0 to {world_size - 1}, got {rank}")
+    if problems:
+        raise ConfigError(problems)

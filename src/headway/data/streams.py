@@ -1,0 +1,263 @@
+"""Data that comes as a stream: iterable datasets, and loaders that make batches themselves.
+
+Owns: reading on, the state of a stream, skipping to a place where a stream has no state.
+Does not own: map-style datasets (fetch) nor grouping into windows (loader).
+
+A stream is read by one process: here, or in one worker that reads ahead. More workers would
+change the order, and with it what a stored position means.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import os
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from headway.data.counting import count_samples, count_targets, count_tokens
+from headway.data.dealing import Deal
+from headway.data.fetch import Collator, keep, preserve_global_randomness, seed_global_randomness
+from headway.data.jsonable import decode, encode
+
+logger = logging.getLogger("headway")
+
+
+class Chunk(NamedTuple):
+    """One micro-batch of a stream on this rank (None where it got no sample)."""
+
+    batch: Any
+    num_targets: int | torch.Tensor
+    num_tokens: int
+    num_samples: int
+    num_global_samples: int
+    state: Any
+
+
+class _Reader(IterableDataset[Chunk]):
+    """Reads samples from an iterable dataset and makes this rank's micro-batches of them."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Collator,
+        deal: Deal,
+        *,
+        num_skipped: int = 0,
+        state: Any = None,
+        with_state: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self.deal = deal
+        self.num_skipped = num_skipped
+        self.state = state
+        self.with_state = with_state
+
+    def __iter__(self) -> Iterator[Chunk]:
+        if self.state is not None:
+            self.dataset.load_state_dict(decode(self.state))
+        items = iter(self.dataset)
+        if self.num_skipped:
+            next(islice(items, self.num_skipped - 1, None), None)
+        step = self.deal.batch_size * self.deal.world_size
+        while chunk := list(islice(items, step)):
+            if len(chunk) < step and self.deal.drop_last:
+                return
+            yield self._make(chunk)
+
+    def _make(self, chunk: list[Any]) -> Chunk:
+        base, extra = divmod(len(chunk), self.deal.world_size)
+        rank = self.deal.rank
+        start = rank * base + min(rank, extra)
+        own = chunk[start : start + base + (rank < extra)]
+        state = encode(self.dataset.state_dict()) if self.with_state else None
+        if not own:
+            return Chunk(None, 0, 0, 0, len(chunk), state)
+        batch = self.collate(own)
+        return Chunk(batch, count_targets(batch), count_tokens(batch), len(own), len(chunk), state)
+
+
+class SampleStream:
+    """An iterable dataset of samples."""
+
+    kind = "iterable"
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Collator,
+        deal: Deal,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.deal = deal
+        self.has_state = _has_state(dataset)
+        self._collate = collate
+        self._in_worker = num_workers > 0
+        self._pin_memory = pin_memory
+        self._prefetch_factor = prefetch_factor
+        self._position = 0
+        self._worker_state: Any = None
+        self._chunks: Iterator[Chunk] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._chunks is not None
+
+    def open(self, state: dict[str, Any] | None = None, *, seed: int = 0, epoch: int = 0) -> None:
+        """Begin to read: from the start, or from a stored state."""
+        self.close()
+        stored = (state or {}).get("dataset") if self.has_state else None
+        self._position = (state or {}).get("position", 0)
+        self._worker_state = stored
+        skipped = 0
+        if stored is None and self._position:
+            skipped = self._position
+            _warn_replay(skipped, "samples")
+        reader = _Reader(
+            self.dataset,
+            self._collate,
+            self.deal,
+            num_skipped=skipped,
+            state=stored,
+            with_state=self.has_state and self._in_worker,
+        )
+        self._chunks = iter(reader) if not self._in_worker else iter(self._worker(reader))
+
+    def read(self) -> Chunk | None:
+        """The next micro-batch, or None at the end."""
+        assert self._chunks is not None
+        chunk = next(self._chunks, None)
+        if chunk is None:
+            self._chunks = None
+            return None
+        self._position += chunk.num_global_samples
+        self._worker_state = chunk.state
+        return chunk
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"position": self._position}
+        if self.has_state and self._position:
+            # What a worker has read ahead does not count, so its state comes with each batch.
+            state["dataset"] = (
+                self._worker_state if self._in_worker else encode(self.dataset.state_dict())
+            )
+        return state
+
+    def close(self) -> None:
+        self._chunks = None
+
+    def _worker(self, reader: _Reader) -> DataLoader[Chunk]:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        return DataLoader(
+            reader,
+            batch_size=None,
+            collate_fn=keep,
+            num_workers=1,
+            pin_memory=self._pin_memory,
+            prefetch_factor=self._prefetch_factor,
+        )
+
+
+class BatchStream:
+    """A loader that makes its own batches; it is read as it is."""
+
+    kind = "batches"
+
+    def __init__(self, loader: Any) -> None:
+        self.dataset = loader
+        self.has_state = _has_state(loader)
+        self._num_batches = 0
+        self._epoch = 0
+        self._generators: list[str] = []
+        self._batches: Iterator[Any] | None = None
+        self._pending: list[Any] = []
+
+    @property
+    def is_open(self) -> bool:
+        return self._batches is not None
+
+    def open(self, state: dict[str, Any] | None = None, *, seed: int = 0, epoch: int = 0) -> None:
+        """Begin to read: from the start, or from a stored state."""
+        self.close()
+        state = state or {}
+        self._num_batches = state.get("num_batches", 0)
+        self._epoch = state.get("epoch", epoch)
+        generators = self._find_generators()
+        if state.get("generators"):
+            for generator, stored in zip(generators, state["generators"]):
+                raw = bytearray(base64.b64decode(stored))
+                generator.set_state(torch.frombuffer(raw, dtype=torch.uint8))
+        self._generators = [
+            base64.b64encode(generator.get_state().numpy().tobytes()).decode("ascii")
+            for generator in generators
+        ]
+        stored = state.get("loader") if self.has_state else None
+        if stored is not None:
+            self.dataset.load_state_dict(decode(stored))
+            self._batches = iter(self.dataset)
+            return
+        if self.has_state and not self._num_batches:
+            self._batches = iter(self.dataset)
+            return
+        # A sampler without a generator of its own draws its order from the global one, at the
+        # first batch; seeding it there makes the order of an epoch repeatable.
+        with preserve_global_randomness():
+            seed_global_randomness(seed, self._epoch)
+            batches = iter(self.dataset)
+            if self._num_batches:
+                _warn_replay(self._num_batches, "batches")
+                next(islice(batches, self._num_batches - 1, None), None)
+            self._pending = [next(batches, None)]
+        self._batches = batches
+
+    def read(self) -> Chunk | None:
+        """The next batch, or None at the end."""
+        assert self._batches is not None
+        batch = self._pending.pop() if self._pending else next(self._batches, None)
+        if batch is None:
+            self._batches = None
+            return None
+        self._num_batches += 1
+        samples = count_samples(batch)
+        return Chunk(batch, count_targets(batch), count_tokens(batch), samples, samples, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"num_batches": self._num_batches, "epoch": self._epoch}
+        if self.has_state and self._num_batches:
+            state["loader"] = encode(self.dataset.state_dict())
+        if self._generators:
+            state["generators"] = self._generators
+        return state
+
+    def close(self) -> None:
+        self._batches = None
+        self._pending = []
+
+    def _find_generators(self) -> list[torch.Generator]:
+        found: dict[int, torch.Generator] = {}
+        for owner in (self.dataset, getattr(self.dataset, "sampler", None)):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found[id(generator)] = generator
+        return list(found.values())
+
+
+def _has_state(dataset: Any) -> bool:
+    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _warn_replay(count: int, what: str) -> None:
+    logger.warning(
+        "the dataset has no state_dict: reading and dropping %d %s to get back to the stored place",
+        count,
+        what,
+    )
