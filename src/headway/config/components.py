@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headway.config.registry import BUILT_FROM, GIVEN, NEEDS_TORCH, resolve_name, short_names
+from headway.config.rules_values import DTYPES
 from headway.config.schema import Component
-from headway.config.typecheck import Problem, conform, describe, field_types
+from headway.config.typecheck import Problem, conform, describe, field_types, members
 from headway.errors import ConfigError, nearest, unknown
 
 
@@ -35,6 +36,8 @@ def find_problems(component: Component, slot: str, path: str) -> list[Problem]:
         for inner_path, inner in _nested(value, f"{prefix}init_args.{name}"):
             problems += find_problems(inner, slot, inner_path)
     if dotted in NEEDS_TORCH:
+        for name, message in _check_names(component.init_args, NEEDS_TORCH[dotted]):
+            problems.append(Problem((f"{prefix}init_args.{name}" if name else path,), message))
         return problems
     try:
         target = load_target(BUILT_FROM.get(dotted, dotted), slot)
@@ -66,10 +69,13 @@ def instantiate(component: Component, slot: str, **given: Any) -> Any:
     for name, value in given.items():
         if name not in values and signature.takes(name):
             values[name] = value
+    if built_from:
+        return target(signature.target(**values))
     try:
-        return target(signature.target(**values)) if built_from else target(**values)
+        inspect.signature(target).bind(**values)
     except TypeError as error:
         raise ConfigError(f"{component.class_path}: {error}") from error
+    return target(**values)
 
 
 def load_target(dotted: str, slot: str) -> Callable[..., Any]:
@@ -162,6 +168,16 @@ def _place(message: str, values: Mapping[str, Any], path: str) -> str:
     return f"{path}.{named[0]}" if named else path
 
 
+def _check_names(values: Mapping[str, Any], allowed: Mapping[str, bool]) -> list[tuple[str, str]]:
+    """(argument, message) for unknown names; missing ones (those marked True) come under ''."""
+    found = [(name, unknown("argument", name, allowed)) for name in values if name not in allowed]
+    missing = [name for name, needed in allowed.items() if needed and name not in values]
+    if missing:
+        shown = ", ".join(missing)
+        found.append(("", f"missing argument{'s' if len(missing) > 1 else ''}: {shown}"))
+    return found
+
+
 class _Signature:
     """The parameters of a target, checked by our own types or by jsonargparse."""
 
@@ -216,20 +232,15 @@ class _Signature:
 
     def check(self, values: Mapping[str, Any]) -> list[tuple[str, str]]:
         """(argument, message) for each mistake in `values`."""
-        found = []
+        needed = [name for name in self.required if name not in self.given]
+        allowed = {name: name in needed for name in [*self.names, *(values if self.open else ())]}
+        found = _check_names(values, allowed)
         for name, value in values.items():
-            if name not in self.names:
-                if not self.open:
-                    found.append((name, unknown("argument", name, self.names)))
-            elif not _has_nested(value):
+            if name in self.names and not _has_nested(value):
                 try:
                     self.convert(name, value)
                 except ConfigError as error:
                     found.append((name, str(error)))
-        missing = [name for name in self.required if name not in values and name not in self.given]
-        if missing:
-            shown = ", ".join(missing)
-            found.append(("", f"missing argument{'s' if len(missing) > 1 else ''}: {shown}"))
         return found
 
     def convert(self, name: str, value: Any) -> Any:
@@ -241,6 +252,8 @@ class _Signature:
             return converted
         if name in self.given or name not in self.names:
             return value
+        if isinstance(value, str) and _wants_dtype(self.types.get(name)):
+            return _torch_dtype(name, value)
         try:
             parsed = self.parser.parse_object({name: value}, defaults=False)
             return self.parser.instantiate_classes(parsed)[name]
@@ -257,6 +270,22 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
         return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     except Exception:
         return {}
+
+
+def _wants_dtype(annotation: Any) -> bool:
+    kinds = [
+        (getattr(m, "__module__", ""), getattr(m, "__name__", "")) for m in members(annotation)
+    ]
+    return ("torch", "dtype") in kinds
+
+
+def _torch_dtype(name: str, value: str) -> Any:
+    import torch
+
+    found = getattr(torch, value, None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"{name}: {unknown('dtype', value, DTYPES)}")
+    return found
 
 
 def _first_line(error: Exception) -> str:

@@ -41,8 +41,19 @@ GIVEN: dict[str, tuple[str, ...]] = {
 # Components built from one torch-free dataclass, which is therefore their signature.
 BUILT_FROM: dict[str, str] = {"headway.models.Decoder": "headway.models.config.DecoderConfig"}
 
-# Components of ours whose module imports torch: their signature is looked at when they are built.
-NEEDS_TORCH = frozenset({"headway.models.load_causal_lm", "headway.data.PadCollator"})
+# Components of ours whose module imports torch: their parameters (True: required), so that a
+# misspelt one is told at once. Types are looked at when they are built.
+NEEDS_TORCH: dict[str, dict[str, bool]] = {
+    "headway.models.load_causal_lm": {
+        "directory": True,
+        "device": False,
+        "dtype": False,
+        "config_overrides": False,
+    },
+    "headway.data.PadCollator": dict.fromkeys(
+        ("pad_token_id", "label_pad", "max_length", "pad_to_multiple_of", "causal_labels"), False
+    ),
+}
 
 DEFAULT_MODEL = "Decoder"
 
@@ -54,7 +65,8 @@ def short_names(slot: str) -> dict[str, str]:
     if importlib.util.find_spec("headway.callbacks") is None:
         return {}
     module = importlib.import_module("headway.callbacks")
-    return {name: f"headway.callbacks.{name}" for name in getattr(module, "__all__", ())}
+    classes = [name for name in getattr(module, "__all__", ()) if name[:1].isupper()]
+    return {name: f"headway.callbacks.{name}" for name in classes}
 
 
 def resolve_name(class_path: str, slot: str) -> str:

@@ -16,6 +16,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,13 +42,14 @@ def resolved_config(run: RunConfig) -> dict[str, Any]:
     return resolved
 
 
-def write_snapshot(
-    run_dir: str | Path, run: RunConfig | None, args: Any, argv: Sequence[str]
+def take_snapshot(
+    run: RunConfig | None, args: Any, argv: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Write `run/config.json` and `run/environment.json` under `run_dir`; returns both as one."""
+    """What this run is: `config` and the circumstances, with secrets hidden. Writes nothing."""
     config = resolved_config(run) if run is not None else {"args": args.to_dict()}
-    environment = {
-        "command": redact_command(argv),
+    return {
+        "config": redact(config),
+        "command": redact_command(sys.argv if argv is None else argv),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "directory": os.getcwd(),
         "host": socket.gethostname(),
@@ -55,12 +57,15 @@ def write_snapshot(
         "git": git_state(Path.cwd()),
         "hardware": hardware(),
     }
+
+
+def write_snapshot(run_dir: str | Path, snapshot: dict[str, Any]) -> None:
+    """Write a snapshot as `run/config.json` and `run/environment.json` under `run_dir`."""
     folder = Path(run_dir) / "run"
     folder.mkdir(parents=True, exist_ok=True)
-    config = redact(config)
-    write_json(folder / "config.json", config)
+    environment = {key: value for key, value in snapshot.items() if key != "config"}
+    write_json(folder / "config.json", snapshot["config"])
     write_json(folder / "environment.json", environment)
-    return {"config": config, **environment}
 
 
 def redact(value: Any, key: str = "") -> Any:
