@@ -157,7 +157,9 @@ def test_greedy_generation(family: str, tmp_path: Path) -> None:
     ids = tokens(2, 12)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
-    ids[0, :4] = ids[0, 4]  # transformers counts padding as repeated tokens; here it changes nothing
+    ids[0, :4] = ids[
+        0, 4
+    ]  # transformers counts padding as repeated tokens; here it changes nothing
     options: dict[str, Any] = {
         "max_new_tokens": 14,
         "do_sample": False,

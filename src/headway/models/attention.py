@@ -39,7 +39,7 @@ class AttentionPlan:
     is_causal: bool = True
     """The kernel's own causal mask is all that is needed."""
     mask: Tensor | None = None
-    """[B or 1, 1, S, T], true where a query sees a key (SDPA)."""
+    """[B or 1, 1, S, T], added to the scores: 0 where a query sees a key, else -inf (SDPA)."""
     block_mask: Any = None
     """The same as a block mask (flex)."""
 
@@ -50,6 +50,7 @@ def plan_attention(
     seq_len: int,
     past_len: int,
     device: torch.device,
+    dtype: torch.dtype,
     document_ids: Tensor | None,
     attention_mask: Tensor | None,
     cached: bool,
@@ -76,7 +77,9 @@ def plan_attention(
     plain = document_ids is None and attention_mask is None and window is None
     if plain and (past_len == 0 or seq_len == 1):
         return AttentionPlan(is_causal=past_len == 0 and seq_len > 1)
-    mask = _dense_mask(seq_len, past_len, device, window, document_ids, attention_mask)
+    seen = _dense_mask(seq_len, past_len, device, window, document_ids, attention_mask)
+    # SDPA would turn a boolean mask into this form anew in every layer, and save each for backward.
+    mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
     return AttentionPlan(is_causal=False, mask=mask)
 
 

@@ -129,17 +129,19 @@ class DecoderStack(nn.Module):
         self._check(seq_len + past_len, input_ids.device)
         if cache is not None:
             cache.check_room(seq_len)
+        x: Tensor = self.embed_tokens(input_ids)
+        dtype = compute_dtype(x)
         plan = plan_attention(
             self.config,
             seq_len=seq_len,
             past_len=past_len,
             device=input_ids.device,
+            dtype=dtype,
             document_ids=document_ids,
             attention_mask=attention_mask,
             cached=cache is not None,
         )
-        x: Tensor = self.embed_tokens(input_ids)
-        rope = self.rotary_emb(seq_len, past_len, position_ids, compute_dtype(x))
+        rope = self.rotary_emb(seq_len, past_len, position_ids, dtype)
         recompute = self.checkpointing is not None and self.training and torch.is_grad_enabled()
         for layer in self.layers:
             if recompute:
