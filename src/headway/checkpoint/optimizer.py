@@ -190,11 +190,11 @@ def _match_groups(
 
 
 def _same_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
     return first.keys() == second.keys() and all(
-        torch.equal(torch.as_tensor(value), torch.as_tensor(second[key]))
-        if isinstance(value, torch.Tensor) or isinstance(second[key], torch.Tensor)
-        else value == second[key]
-        for key, value in first.items()
+        plain(value) == plain(second[key]) for key, value in first.items()
     )
 
 

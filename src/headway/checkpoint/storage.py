@@ -68,7 +68,7 @@ class Storage:
         self._sync(path)
 
     def _sync(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:

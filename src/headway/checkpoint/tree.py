@@ -78,7 +78,10 @@ class _Splitter:
         if kind is int:
             return value if -_PLAIN_INT <= value < _PLAIN_INT else {"$int": hex(value)}
         if kind is float:
-            return value if math.isfinite(value) else {"$float": repr(value)}
+            if math.isfinite(value):
+                return value
+            # repr drops the sign of a NaN
+            return {"$float": ("-" if math.copysign(1, value) < 0 else "") + repr(abs(value))}
         if kind is str:
             return value
         if kind is bytes:
