@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headway.config.duration import Duration
     from headway.config.load import load_run
     from headway.config.schema import Component, DataConfig, RunConfig
-    from headway.config.snapshot import resolved_config, write_snapshot
+    from headway.config.snapshot import resolved_config, take_snapshot, write_snapshot
 
 _HOMES = {
     "Component": "schema",
@@ -26,6 +26,7 @@ _HOMES = {
     "instantiate": "components",
     "load_run": "load",
     "resolved_config": "snapshot",
+    "take_snapshot": "snapshot",
     "write_snapshot": "snapshot",
 }
 
@@ -39,6 +40,7 @@ __all__ = [
     "instantiate",
     "load_run",
     "resolved_config",
+    "take_snapshot",
     "write_snapshot",
 ]
 

@@ -45,7 +45,7 @@ class Node:
             return item if isinstance(item, Node) else None
         return None
 
-    def locate(self, dotted: str) -> str:
+    def locate(self, dotted: str) -> str | None:
         """Where the value under a dotted path, or its nearest written ancestor, stands."""
         node = self
         for key in dotted.split("."):
@@ -53,7 +53,7 @@ class Node:
             if found is None:
                 break
             node = found
-        return node.where
+        return None if node is self else node.where
 
 
 class _Loader(yaml.SafeLoader):

@@ -120,7 +120,7 @@ def _parse_seconds(text: str, stripped: str) -> int | float:
     total, position = Decimal(0), 0
     while position < len(stripped):
         part = _TIME_PART.match(stripped, position)
-        if part is None:
+        if part is None or part[2].lower() in _COUNT_WORDS:
             raise ConfigError(f"cannot read the duration {text!r}; write for example {_EXAMPLES}")
         word = part[2].lower()
         if word not in _SECONDS or part[2] == "M":

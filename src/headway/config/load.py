@@ -37,12 +37,8 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _tell(root: Node, problem: Problem) -> str:
-    for option in problem.options:
-        where = root.locate(option)
-        if where != root.where:
-            break
-    else:
-        where = root.where.rsplit(":", 1)[0]
+    places = [place for option in problem.options if (place := root.locate(option))]
+    where = places[0] if places else root.where.rsplit(":", 1)[0]
     key = problem.options[0] if problem.options else ""
     return f"{where}: {key}: {problem.message}" if key else f"{where}: {problem.message}"
 

@@ -155,6 +155,8 @@ def _show(value: Any) -> str:
 
 
 def _type_hint(value: Any, annotation: Any) -> str:
+    if bool in members(annotation) and value in ("yes", "no", "on", "off", "true", "false"):
+        return "; write true or false"
     if isinstance(value, str) and {int, float} & set(members(annotation)):
         try:
             number = float(value)
