@@ -1,0 +1,1 @@
+"""Other spellings of training, thin over Headway's own trainer."""
