@@ -179,23 +179,25 @@ class WindowLoader:
 
     def _map_windows(self) -> Iterator[Window]:
         seed, epoch = self.seed, self.epoch
-        requests = (
-            request
-            for plan in self._plan(epoch, self.position)
-            for request in plan.requests(seed, epoch)
-        )
-        # The same plans twice: workers run ahead in the first, windows are grouped by the second.
-        loaded = self._load(requests, "windows")
-        for plan in self._plan(epoch, self.position):
-            parts = [next(loaded) for _ in plan.sizes]
+        plans = self._plan(epoch, self.position)
+        if self._num_workers:
+            # The same plans twice: workers run ahead in these, windows are grouped by the others.
+            ahead = self._plan(epoch, self.position)
+            requests = (request for plan in ahead for request in plan.requests(seed, epoch))
+            loaded = self._load(requests, "windows")
+        for plan in plans:
+            if self._num_workers:
+                parts = [next(loaded) for _ in plan.sizes]
+            else:
+                parts = list(self._load(plan.requests(seed, epoch), "windows"))
             self.position += plan.num_global_samples
-            yield Window(
-                [part.batch for part in parts],
-                sum(part.num_targets for part in parts),
-                sum(part.num_tokens for part in parts),
-                len(plan.indices),
-                plan.indices,
-            )
+            num_targets: int | torch.Tensor = 0
+            num_tokens = 0
+            for part in parts:
+                num_targets += part.num_targets
+                num_tokens += part.num_tokens
+            batches = [part.batch for part in parts]
+            yield Window(batches, num_targets, num_tokens, len(plan.indices), plan.indices)
 
     def _plan(self, epoch: int, position: int) -> Iterator[_Plan]:
         assert self.num_samples is not None
@@ -326,6 +328,7 @@ class WindowLoader:
         if self._stream is not None:
             self._stream.close()
             self._stored_stream = state.get("stream")
+            self._stream.prepare(self._stored_stream)
             self._stream_ended = bool(state.get("ended"))
         self._tell_epoch()
 

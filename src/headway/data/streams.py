@@ -152,6 +152,9 @@ class SampleStream:
             )
         return state
 
+    def prepare(self, state: dict[str, Any] | None) -> None:
+        """Nothing of a stream of samples outlives its epoch."""
+
     def close(self) -> None:
         self._chunks = None
 
@@ -191,15 +194,8 @@ class BatchStream:
         state = state or {}
         self._num_batches = state.get("num_batches", 0)
         self._epoch = state.get("epoch", epoch)
-        generators = self._find_generators()
-        if state.get("generators"):
-            for generator, stored in zip(generators, state["generators"]):
-                raw = bytearray(base64.b64decode(stored))
-                generator.set_state(torch.frombuffer(raw, dtype=torch.uint8))
-        self._generators = [
-            base64.b64encode(generator.get_state().numpy().tobytes()).decode("ascii")
-            for generator in generators
-        ]
+        self._set_generators(state.get("generators"))
+        self._generators = self._get_generators()
         stored = state.get("loader") if self.has_state else None
         if stored is not None:
             self.dataset.load_state_dict(decode(stored))
@@ -236,11 +232,27 @@ class BatchStream:
             state["loader"] = encode(self.dataset.state_dict())
         if self._generators:
             state["generators"] = self._generators
+            state["generators_now"] = self._get_generators()
         return state
 
     def close(self) -> None:
         self._batches = None
         self._pending = []
+
+    def prepare(self, state: dict[str, Any] | None) -> None:
+        """Take over what outlives the epoch, in case the next one starts without reading on."""
+        self._set_generators((state or {}).get("generators_now"))
+
+    def _get_generators(self) -> list[str]:
+        return [
+            base64.b64encode(generator.get_state().numpy().tobytes()).decode("ascii")
+            for generator in self._find_generators()
+        ]
+
+    def _set_generators(self, states: list[str] | None) -> None:
+        for generator, stored in zip(self._find_generators(), states or []):
+            raw = bytearray(base64.b64decode(stored))
+            generator.set_state(torch.frombuffer(raw, dtype=torch.uint8))
 
     def _find_generators(self) -> list[torch.Generator]:
         found: dict[int, torch.Generator] = {}

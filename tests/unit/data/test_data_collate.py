@@ -1,0 +1,106 @@
+import numpy as np
+import pytest
+import torch
+
+from headway.data.collate import PadCollator, default_collator
+from headway.data.counting import count_samples, count_targets, count_tokens
+from headway.errors import ConfigError
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor], ids=["list", "numpy", "torch"])
+def test_ragged_token_dicts(kind):
+    batch = default_collator([{"input_ids": kind([1, 2, 3])}, {"input_ids": kind([4])}])
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["labels"].tolist() == [[1, 2, 3], [4, -100, -100]]
+    assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
+    assert (count_targets(batch), count_tokens(batch), count_samples(batch)) == (2, 4, 2)
+
+
+def test_every_known_key_has_its_padding():
+    rows = [
+        {
+            "input_ids": np.arange(n, dtype=np.uint16),
+            "labels": np.arange(n, dtype=np.uint8),
+            "document_ids": np.zeros(n, dtype=np.int32),
+            "position_ids": np.arange(n),
+            "weight": 0.5,
+        }
+        for n in (3, 2)
+    ]
+    batch = PadCollator(pad_token_id=9)(rows)
+    assert batch["input_ids"].tolist() == [[0, 1, 2], [0, 1, 9]]
+    assert batch["labels"].tolist() == [[0, 1, 2], [0, 1, -100]]
+    assert batch["document_ids"].tolist() == [[0, 0, 0], [0, 0, -1]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2], [0, 1, 0]]
+    assert batch["weight"].tolist() == [0.5, 0.5]
+    assert batch["input_ids"].dtype == torch.int64
+    assert batch["document_ids"].dtype == torch.int32
+
+
+def test_equal_lengths_need_no_mask():
+    batch = default_collator([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}])
+    assert set(batch) == {"input_ids", "labels"}
+    assert batch["labels"].data_ptr() != batch["input_ids"].data_ptr()
+    assert set(PadCollator(causal_labels=False)([{"input_ids": [1]}])) == {"input_ids"}
+
+
+def test_given_mask_decides_labels():
+    batch = default_collator([{"input_ids": [5, 6], "attention_mask": [0, 1]}])
+    assert batch["labels"].tolist() == [[-100, 6]]
+
+
+def test_multiple_and_cut():
+    batch = PadCollator(pad_to_multiple_of=4)([{"input_ids": [1, 2, 3]}, {"input_ids": [1] * 5}])
+    assert batch["input_ids"].shape == (2, 8)
+    batch = PadCollator(max_length=2)([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}])
+    assert batch["input_ids"].tolist() == batch["labels"].tolist() == [[1, 2]]
+    assert "attention_mask" not in batch
+
+
+def test_labels_of_their_own_shape():
+    scalar = default_collator([{"input_ids": [1, 2], "labels": 1}, {"input_ids": [3], "labels": 0}])
+    assert scalar["labels"].tolist() == [1, 0]
+    other = default_collator(
+        [{"input_ids": [1, 2], "labels": [7]}, {"input_ids": [3], "labels": [8, 9]}]
+    )
+    assert other["labels"].tolist() == [[7, -100], [8, 9]]
+
+
+def test_other_items():
+    assert default_collator([torch.zeros(2), torch.ones(2)]).shape == (2, 2)
+    pair = default_collator([(torch.zeros(2), 1), (torch.ones(2), 0)])
+    assert pair[1].tolist() == [1, 0]
+    plain = default_collator([{"x": [1.0, 2.0], "name": "a"}, {"x": [3.0, 4.0], "name": "b"}])
+    assert plain["x"].shape == (2, 2)
+    assert plain["name"] == ["a", "b"]
+    assert (count_targets(plain), count_tokens(plain)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ([], "no samples"),
+        ([{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}], "different keys: labels"),
+        ([{"x": [1]}, {"x": [1, 2]}], "shape of 'x'"),
+        ([{"input_ids": [1, 2], "attention_mask": [1]}], "'attention_mask' has 1 entries"),
+        ([{"input_ids": []}], "non-empty"),
+    ],
+)
+def test_mistakes(items, message):
+    with pytest.raises(ConfigError, match=message):
+        default_collator(items)
+
+
+def test_counts_follow_documents_and_shifted_labels():
+    batch = {
+        "input_ids": torch.zeros(1, 4, dtype=torch.long),
+        "labels": torch.tensor([[5, -100, 6, -100]]),
+        "document_ids": torch.tensor([[0, 0, 0, -1]]),
+    }
+    assert (count_targets(batch), count_tokens(batch)) == (1, 3)
+
+
+def test_counting_on_a_device_does_not_sync():
+    batch = {"labels": torch.zeros(2, 3, device="meta")}
+    assert isinstance(count_targets(batch), torch.Tensor)

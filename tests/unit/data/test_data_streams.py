@@ -1,0 +1,232 @@
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from headway.data.jsonable import decode, encode
+from headway.data.loader import WindowLoader
+from headway.errors import ConfigError
+
+
+class Plain:
+    """An iterable without state."""
+
+    def __init__(self, count=20):
+        self.count = count
+
+    def __iter__(self):
+        return iter(range(self.count))
+
+
+class Stateful:
+    """Counts how many samples it really made."""
+
+    def __init__(self, count=20):
+        self.count, self.place, self.made = count, 0, 0
+
+    def __iter__(self):
+        while self.place < self.count:
+            self.place += 1
+            self.made += 1
+            yield self.place - 1
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place, "extra": (np.arange(2), b"x")}
+
+    def load_state_dict(self, state):
+        assert isinstance(state["extra"], tuple)
+        self.place = state["place"]
+
+
+class TorchStream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(20))
+
+
+def seen(windows):
+    return [[batch.tolist() for batch in window.micro_batches] for window in windows]
+
+
+def two_epochs(make, stop, **options):
+    """All windows of two epochs, stopped and resumed after `stop` windows."""
+    loader = WindowLoader(make(), **options)
+    loader.start_epoch(0)
+    got, resumed = [], stop is None
+    while True:
+        for window in loader.windows():
+            got += seen([window])
+            if not resumed and len(got) == stop:
+                break
+        else:
+            if loader.epoch == 1:
+                return got
+            loader.start_epoch(loader.epoch + 1)
+            continue
+        resumed = True
+        state = json.loads(json.dumps(loader.state_dict()))
+        loader.close()
+        loader = WindowLoader(make(), **options)
+        loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("make", [Plain, Stateful, TorchStream])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_stop_and_resume(make, num_workers):
+    options = {"batch_size": 3, "accumulation": 2, "num_workers": num_workers}
+    expected = two_epochs(make, None, **options)
+    assert [n for w in expected for b in w for n in b] == [*range(20), *range(20)]
+    assert expected[3] == [[18, 19]]
+    for stop in (1, 3, 4, 5, 8) if num_workers == 0 else (2, 4):
+        assert two_epochs(make, stop, **options) == expected
+
+
+def test_replay_is_announced_and_state_avoids_it(caplog):
+    for make, replayed in ((Plain, True), (Stateful, False)):
+        loader = WindowLoader(make(), batch_size=4)
+        windows = loader.windows()
+        next(windows), next(windows)
+        fresh = WindowLoader(dataset := make(), batch_size=4)
+        fresh.load_state_dict(loader.state_dict())
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "headway"):
+            assert seen([next(fresh.windows())]) == [[[8, 9, 10, 11]]]
+        assert ("dropping 8 samples" in caplog.text) == replayed
+        if not replayed:
+            assert dataset.made == 4
+
+
+def test_hugging_face_stream():
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"n": list(range(20))})
+
+    def make():
+        return table.to_iterable_dataset(num_shards=2).map(lambda row: row)
+
+    def values(windows):
+        return [b["n"].tolist() for w in windows for b in w.micro_batches]
+
+    for num_workers in (0, 1):
+        loader = WindowLoader(make(), batch_size=3, num_workers=num_workers)
+        windows = loader.windows()
+        got = values([next(windows), next(windows)])
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert "dataset" in state["stream"]
+        loader = WindowLoader(make(), batch_size=3, num_workers=num_workers)
+        loader.load_state_dict(state)
+        got += values(loader.windows())
+        assert [n for batch in got for n in batch] == list(range(20))
+        loader.start_epoch(1)
+        assert [n for batch in values(loader.windows()) for n in batch] == list(range(20))
+
+
+def test_ranks_share_a_stream_in_order():
+    loaders = [WindowLoader(Plain(19), batch_size=2, rank=r, world_size=3) for r in range(3)]
+    steps = list(zip(*(loader.windows() for loader in loaders), strict=True))
+    got = [n for step in steps for window in seen(step) for batch in window for n in batch]
+    assert got == list(range(19))
+    assert {loader.position for loader in loaders} == {19}
+
+
+def test_unsized_lengths_and_assumed_epochs():
+    loader = WindowLoader(Plain(), batch_size=3)
+    assert loader.num_windows is None
+    with pytest.raises(TypeError, match="epoch_batches"):
+        len(loader)
+    # Three batches make an epoch; the stream goes on until it ends, then starts again.
+    got = []
+    loader = WindowLoader(Plain(18), batch_size=3, accumulation=2, epoch_batches=3)
+    assert (len(loader), loader.num_windows) == (3, 2)
+    for epoch in range(3):
+        loader.start_epoch(epoch)
+        got.append(seen(loader.windows()))
+        fresh = WindowLoader(Plain(18), batch_size=3, accumulation=2, epoch_batches=3)
+        fresh.load_state_dict(loader.state_dict())
+        loader = fresh
+    assert got[0] == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8]]]
+    assert got[1] == [[[9, 10, 11], [12, 13, 14]], [[15, 16, 17]]]
+    assert got[2] == got[0]
+
+
+def test_drop_last_in_a_stream():
+    loader = WindowLoader(Plain(8), batch_size=3, drop_last=True)
+    assert seen(loader.windows()) == [[[0, 1, 2]], [[3, 4, 5]]]
+
+
+def test_a_generator_can_be_read_once_only():
+    loader = WindowLoader((n for n in range(4)), batch_size=2)
+    assert len(list(loader.windows())) == 2
+    assert list(loader.windows()) == []
+    loader.start_epoch(1)
+    with pytest.raises(ConfigError, match="only once"):
+        list(loader.windows())
+    with pytest.raises(ConfigError, match="empty"):
+        list(WindowLoader(Plain(0), batch_size=2).windows())
+
+
+def make_loader(**options):
+    return DataLoader(list(range(20)), batch_size=3, shuffle=True, **options)
+
+
+def test_ready_made_loader_is_used_as_it_is():
+    loader = WindowLoader(DataLoader(list(range(8)), batch_size=3), batch_size=99, accumulation=2)
+    assert seen(loader.windows()) == [[[0, 1, 2], [3, 4, 5]], [[6, 7]]]
+    assert (len(loader), loader.num_windows, loader.position) == (3, 2, 8)
+    assert [b.tolist() for b in loader.batches()] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        make_loader,
+        lambda: make_loader(generator=torch.Generator().manual_seed(4)),
+        lambda: make_loader(num_workers=1),
+    ],
+)
+def test_shuffled_ready_made_loader_resumes(make):
+    options = {"batch_size": 1, "accumulation": 2}
+    expected = two_epochs(make, None, **options)
+    assert sorted(n for w in expected[:4] for b in w for n in b) == list(range(20))
+    assert expected[:4] != expected[4:]
+    for stop in (2, 4, 6):
+        torch.manual_seed(stop)
+        assert two_epochs(make, stop, **options) == expected
+
+
+class StatefulBatches:
+    batch_size = 2
+
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        while self.place < 10:
+            self.place += 2
+            yield torch.arange(self.place - 2, self.place)
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+def test_any_loader_with_state():
+    expected = two_epochs(StatefulBatches, None, batch_size=1, accumulation=2)
+    assert expected[0] == [[0, 1], [2, 3]]
+    for stop in (1, 3, 4):
+        assert two_epochs(StatefulBatches, stop, batch_size=1, accumulation=2) == expected
+
+
+def test_foreign_state_survives_json():
+    state = {"a": [1, (2, 3)], 4: np.arange(3), "b": b"\0", "t": torch.arange(4).view(2, 2)}
+    back = decode(json.loads(json.dumps(encode(state))))
+    assert back["a"] == [1, (2, 3)] and back["b"] == b"\0"
+    assert back[4].tolist() == [0, 1, 2]
+    assert torch.equal(back["t"], state["t"])
+    with pytest.raises(ConfigError, match="object"):
+        encode({"x": object()})

@@ -1,0 +1,100 @@
+import gzip
+import json
+
+import pytest
+
+from headway.data.text import inspect_tokens, prepare_tokens
+from headway.data.tokens import TokenFile
+from headway.errors import ConfigError
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "b.txt").write_text("bee")
+    (folder / "a.py").write_bytes(b"caf\xe9")
+    (folder / "sub" / "c.txt").write_text("one\n\ntwo\n")
+    (folder / "image.bin").write_bytes(b"\0\1\2")
+    (folder / ".hidden").write_text("no")
+    return folder
+
+
+def documents(path):
+    file = TokenFile(path)
+    return [bytes(i for i in file.document(n) if i < 256) for n in range(file.num_documents)]
+
+
+def test_folder_in_sorted_order_without_binaries(corpus, tmp_path):
+    out = tmp_path / "o.hwt"
+    stats = prepare_tokens(corpus, out)
+    assert documents(out) == [b"caf\xe9", b"bee", b"one\n\ntwo\n"]
+    assert stats["num_documents"] == stats["num_files"] == 3
+    assert stats["num_tokens"] == 4 + 3 + 9 + 3
+    assert [s.rpartition("/")[2] for s in stats["skipped_files"]] == ["image.bin"]
+    prepare_tokens(corpus, out, include="*.txt", eos=False)
+    assert documents(out) == [b"bee", b"one\n\ntwo\n"]
+
+
+def test_lines_and_jsonl(corpus, tmp_path):
+    out = tmp_path / "o.hwt"
+    prepare_tokens(corpus / "sub" / "c.txt", out, format="lines")
+    assert documents(out) == [b"one", b"two"]
+    lines = [json.dumps({"body": text}) for text in ("x", "", "zé")]
+    (tmp_path / "d.jsonl").write_text("\n".join(lines) + "\n\n")
+    with gzip.open(tmp_path / "e.jsonl.gz", "wt") as file:
+        file.write('{"body": "zip"}')
+    prepare_tokens([tmp_path / "d.jsonl", tmp_path / "e.jsonl.gz"], out, text_key="body")
+    assert documents(out) == [b"x", "zé".encode(), b"zip"]
+
+
+def test_workers_change_nothing(corpus, tmp_path):
+    prepare_tokens(corpus, tmp_path / "1.hwt")
+    prepare_tokens(corpus, tmp_path / "2.hwt", num_workers=2)
+    assert (tmp_path / "1.hwt").read_bytes() == (tmp_path / "2.hwt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "a"}\n{oops\n', r"d\.jsonl:2: not valid JSON"),
+        ('{"text": "a"}\n[1]\n', r"d\.jsonl:2: a JSON object"),
+        ('{"txt": "a"}\n', r"d\.jsonl:1: text_key 'text' is missing.*txt"),
+        ('{"text": 3}\n', r"d\.jsonl:1: text_key 'text' is int"),
+        ("\n", "empty"),
+    ],
+)
+def test_bad_jsonl_names_file_and_line(tmp_path, content, message):
+    (tmp_path / "d.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        prepare_tokens(tmp_path / "d.jsonl", tmp_path / "o.hwt")
+    assert [p.name for p in tmp_path.iterdir()] == ["d.jsonl"]
+
+
+def test_bad_inputs(tmp_path):
+    out = tmp_path / "o.hwt"
+    with pytest.raises(ConfigError, match="does not exist"):
+        prepare_tokens(tmp_path / "none.txt", out)
+    with pytest.raises(ConfigError, match="no file"):
+        prepare_tokens([], out)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="no readable text file"):
+        prepare_tokens(tmp_path / "empty", out)
+    with pytest.raises(ConfigError, match="did you mean 'jsonl'"):
+        prepare_tokens(tmp_path / "empty", out, format="json")
+    (tmp_path / "x.jsonl.gz").write_bytes(b"not gzip")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        prepare_tokens(tmp_path / "x.jsonl.gz", out)
+    assert not out.exists()
+
+
+def test_inspect(corpus, tmp_path):
+    out = tmp_path / "o.hwt"
+    prepare_tokens(corpus, out)
+    facts = inspect_tokens(out, num_samples=2)
+    assert facts["num_documents"] == 3
+    assert facts["max_token_id"] == 256
+    assert facts["tokenizer_matches"] is True
+    assert [sample["text"] for sample in facts["samples"]] == ["caf\ufffd", "bee"]
+    assert facts["document_tokens"]["min"] == 4
+    json.dumps(facts)
