@@ -142,7 +142,9 @@ def _verbosity(words: Sequence[str]) -> int:
 
 def _overrides(parser: argparse.ArgumentParser, extra: list[str]) -> list[str]:
     problems = [
-        _unknown_word(parser, word) for word in extra if not word.startswith("--") or "=" not in word
+        _unknown_word(parser, word)
+        for word in extra
+        if not word.startswith("--") or "=" not in word
     ]
     if problems:
         raise UsageError(problems)

@@ -1,0 +1,230 @@
+"""`headway check CONFIG`: everything about a run that can be known without training it.
+
+Builds the model on the meta device, opens the data, and prints steps, tokens, parameters, memory,
+the size of a checkpoint and the first sample. Writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headway.config.schema import RunConfig
+
+TAKES_OVERRIDES = True
+_SHOWN_IDS = 16
+_SHOWN_CHARACTERS = 240
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's arguments."""
+    parser.usage = "headway check CONFIG [--json] [--any.key=value ...]"
+    parser.add_argument("config", metavar="CONFIG", help="a run file (YAML)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what the run will be."""
+    from headway.cli.messages import print_json
+    from headway.config.load import load_run
+
+    facts = examine(load_run(options.config, options.overrides))
+    if options.json:
+        print_json(facts)
+    else:
+        _print(facts)
+    return 0
+
+
+def examine(run_config: RunConfig) -> dict[str, Any]:
+    """All facts by name; raises ConfigError for what would stop the run before its first step."""
+    from headway.data.loader import WindowLoader
+    from headway.optim.build import build_scheduler
+    from headway.trainers import from_config
+    from headway.trainers.plan import accumulation_steps, plan_run, sample_length
+    from headway.trainers.preflight import check_data_fits
+
+    args = run_config.args
+    from_config.check_output_dir(args.output_dir)
+    tokenizer = from_config.build_tokenizer(run_config)
+    train, held_out = from_config.build_datasets(run_config, tokenizer)
+    from_config.build_callbacks(run_config)
+    collator = from_config.build_collator(run_config, tokenizer)
+    model = from_config.build_meta_model(run_config)
+    accumulation = accumulation_steps(args, 1, train)
+    loader = WindowLoader(
+        train,
+        batch_size=args.per_device_train_batch_size,
+        accumulation=accumulation,
+        collate_fn=collator,
+        seed=max(0, args.seed),
+        drop_last=args.dataloader_drop_last,
+        epoch_batches=None if _has_length(train) else args.epoch_train_steps * accumulation,
+    )
+    check_data_fits(model, loader, "data.train")
+    if held_out is not None:
+        eval_loader = WindowLoader(
+            held_out, batch_size=args.per_device_eval_batch_size, collate_fn=collator
+        )
+        check_data_fits(model, eval_loader, "data.eval")
+    plan = plan_run(args, loader, 1)
+    optimizer, scheduler = from_config.build_optimizer_and_scheduler(run_config, model)
+    if scheduler is None:
+        build_scheduler(optimizer, args, plan.expected_steps)
+    batch = args.per_device_train_batch_size * accumulation
+    length = sample_length(train)
+    steps, tokens_per_step = plan.expected_steps, None if length is None else batch * length
+    weights, state = _weight_bytes(model), _optimizer_bytes(optimizer)
+    return {
+        "model": type(model).__name__,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "steps": steps,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "epochs": None if steps is None else steps / plan.steps_per_epoch,
+        "train_samples": loader.num_samples,
+        "eval_samples": len(held_out) if held_out is not None and _has_length(held_out) else None,
+        "samples_per_step": batch,
+        "accumulation": accumulation,
+        "sequence_length": length,
+        "tokens_per_step": tokens_per_step,
+        "tokens": None if steps is None or tokens_per_step is None else steps * tokens_per_step,
+        "memory": _memory(run_config, model, weights, state, length, accumulation, train),
+        "checkpoint_bytes": None if state is None else weights + state,
+        "optimizer": type(optimizer).__name__,
+        "output_dir": args.output_dir,
+        "first_sample": _first_sample(train, tokenizer),
+    }
+
+
+def _has_length(dataset: Any) -> bool:
+    return hasattr(dataset, "__len__")
+
+
+def _weight_bytes(model: Any) -> int:
+    unique = {id(t): t for t in (*model.parameters(), *model.state_dict(keep_vars=True).values())}
+    return sum(t.numel() * t.element_size() for t in unique.values() if hasattr(t, "numel"))
+
+
+def _optimizer_bytes(optimizer: Any) -> int | None:
+    """Size of the optimizer's state after a step; None where it cannot step without memory."""
+    import torch
+
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        optimizer.step()
+    except Exception:
+        return None
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+
+
+def _memory(
+    run_config: RunConfig,
+    model: Any,
+    weights: int,
+    state: int | None,
+    length: int | None,
+    accumulation: int,
+    dataset: Any,
+) -> dict[str, Any]:
+    from headway.models import Decoder, estimate_training_memory
+
+    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    known: dict[str, Any] = {
+        "weights_bytes": weights,
+        "gradients_bytes": trained,
+        "optimizer_bytes": state,
+    }
+    if not isinstance(model, Decoder) or length is None or state is None:
+        total = None if state is None else weights + trained + state
+        return {**known, "activations_bytes": None, "total_bytes": total}
+    args = run_config.args
+    parameters = sum(p.numel() for p in model.parameters())
+    estimate = estimate_training_memory(
+        model.config,
+        batch_size=args.per_device_train_batch_size,
+        seq_len=length,
+        dtype_bytes=next(model.parameters()).element_size(),
+        optimizer_bytes_per_param=state / parameters,
+        gradient_checkpointing=args.gradient_checkpointing,
+        mixed_precision=args.mixed_precision,
+        accumulation_steps=accumulation,
+        document_mask=bool(getattr(dataset, "mask_documents", False)),
+    )
+    return {
+        **known,
+        "activations_bytes": estimate.activations_bytes,
+        "loss_bytes": estimate.loss_bytes,
+        "total_bytes": estimate.total_bytes,
+    }
+
+
+def _first_sample(dataset: Any, tokenizer: Any) -> dict[str, Any]:
+    sample = dataset[0] if hasattr(dataset, "__getitem__") else next(iter(dataset), None)
+    if not isinstance(sample, Mapping) or "input_ids" not in sample:
+        return {"keys": sorted(map(str, sample)) if isinstance(sample, Mapping) else None}
+    ids = [int(i) for i in sample["input_ids"]]
+    labels = sample.get("labels")
+    coder = tokenizer if tokenizer is not None else getattr(dataset, "tokenizer", None)
+    return {
+        "keys": sorted(map(str, sample)),
+        "num_tokens": len(ids),
+        "num_targets": None if labels is None else _count_targets(labels),
+        "input_ids": ids[:_SHOWN_IDS],
+        "text": None if coder is None else coder.decode(ids)[:_SHOWN_CHARACTERS],
+    }
+
+
+def _count_targets(labels: Any) -> int:
+    # The first token of a sequence has nothing before it to be predicted from.
+    return sum(int(label) != -100 for label in islice(labels, 1, None))
+
+
+def _print(facts: dict[str, Any]) -> None:
+    from headway.cli.messages import print_table, spell_bytes, spell_count
+
+    memory, sample = facts["memory"], facts["first_sample"]
+    steps = "as long as data and clock allow"
+    if facts["steps"] is not None:
+        steps = f"{facts['steps']:,} ({facts['epochs']:.2f} epochs of {facts['steps_per_epoch']:,})"
+    parts = [
+        (name, memory.get(f"{name}_bytes"))
+        for name in ("weights", "gradients", "optimizer", "activations")
+    ]
+    shown = ", ".join(f"{name} {spell_bytes(n)}" for name, n in parts if n is not None)
+    total = "not known" if memory["total_bytes"] is None else spell_bytes(memory["total_bytes"])
+    if memory["activations_bytes"] is None:
+        shown += "; activations are not estimated for this model and data"
+    batch = f"{facts['samples_per_step']:,} samples"
+    if facts["tokens_per_step"] is not None:
+        batch += f", {facts['tokens_per_step']:,} tokens"
+    if facts["accumulation"] > 1:
+        batch += f", in {facts['accumulation']} micro-batches"
+    size = facts["checkpoint_bytes"]
+    rows = [
+        ("model", f"{facts['model']}, {spell_count(facts['parameters'])} parameters"),
+        ("optimizer", facts["optimizer"]),
+        ("steps", steps),
+        ("a step", batch),
+        ("tokens", "not known" if facts["tokens"] is None else spell_count(facts["tokens"])),
+        ("memory", f"about {total}\n({shown})"),
+        ("checkpoint", "not known" if size is None else f"about {spell_bytes(size)}"),
+        ("output", facts["output_dir"]),
+    ]
+    if "input_ids" in sample:
+        rows.append(("first sample", f"{sample['num_tokens']:,} tokens: {sample['input_ids']} ..."))
+    if sample.get("text"):
+        rows.append(("as text", repr(sample["text"])))
+    print_table(rows)
+    if facts["trained_parameters"] != facts["parameters"]:
+        share = facts["trained_parameters"] / max(1, facts["parameters"])
+        print(f"{facts['trained_parameters']:,} parameters ({share:.1%}) are trained")

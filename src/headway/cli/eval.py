@@ -1,0 +1,177 @@
+"""`headway eval DIR --data FILES`: loss, perplexity and bits per byte of a model on data.
+
+The data is cut into sequences that do not overlap; the first token of each is only context. Bits
+per byte are the bits per token times the data's tokens per byte, so they compare across tokenizers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headway.data.tokenizer import Tokenizer
+    from headway.data.tokens import TokenFile
+
+_DEFAULT_LENGTH = 1024
+# Bytes of other tokenizers than the byte tokenizer are counted on this much decoded text.
+_MOST_DECODED_TOKENS = 1_000_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's arguments."""
+    parser.add_argument("dir", metavar="DIR", help="a model, checkpoint or run folder")
+    parser.add_argument(
+        "--data",
+        required=True,
+        nargs="+",
+        metavar="FILE",
+        help="token files (.hwt), or text files, folders and JSONL",
+    )
+    parser.add_argument(
+        "--sequence-length", type=int, metavar="N", help="default: 1024, or the model's longest"
+    )
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N")
+    parser.add_argument("--max-batches", type=int, default=-1, metavar="N", help="default: all")
+    parser.add_argument("--tokenizer", help="in place of the folder's own")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, mps; default: the best there is")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the figures."""
+    from headway.cli.messages import print_json, print_table
+
+    facts = measure(options)
+    if options.json:
+        print_json(facts)
+        return 0
+    per_byte = facts["bits_per_byte"]
+    rows = [
+        ("model", facts["model"]),
+        ("data", f"{', '.join(facts['data'])}: {facts['tokens']:,} tokens in the files"),
+        ("loss", f"{facts['loss']:.4f} nats per token"),
+        ("perplexity", f"{facts['perplexity']:,.4g}"),
+        ("bits per byte", "not known" if per_byte is None else f"{per_byte:.4f}"),
+    ]
+    print_table(rows)
+    return 0
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Open model and data, evaluate, put the figures together."""
+    from headway.args import TrainingArguments
+    from headway.cli.model_folder import (
+        check_vocabulary,
+        find_model_folder,
+        load_folder_tokenizer,
+        load_model,
+    )
+    from headway.errors import ConfigError
+    from headway.trainers.preflight import longest_sequence
+    from headway.trainers.trainer import Trainer
+
+    for name in ("sequence_length", "batch_size", "max_batches"):
+        value = getattr(options, name)
+        if value is not None and value < 1 and not (name == "max_batches" and value == -1):
+            raise ConfigError(f"--{name.replace('_', '-')}: must be at least 1, got {value}")
+    folder = find_model_folder(options.dir)
+    tokenizer = _tokenizer_for(options, folder, load_folder_tokenizer)
+    missing = [path for path in options.data if not Path(path).exists()]
+    if missing:
+        raise ConfigError([f"--data: {path} does not exist" for path in missing])
+    model = load_model(folder)
+    if tokenizer is not None:
+        check_vocabulary(model, tokenizer, folder)
+    longest = longest_sequence(model)
+    length = options.sequence_length or min(_DEFAULT_LENGTH, longest or _DEFAULT_LENGTH)
+    if longest is not None and length > longest:
+        raise ConfigError(f"--sequence-length={length} is longer than the model's {longest}")
+    dataset, num_bytes, num_counted = open_data(options.data, tokenizer, length)
+    trainer = Trainer(
+        args=TrainingArguments(
+            per_device_eval_batch_size=options.batch_size,
+            max_eval_steps=options.max_batches,
+            device=options.device,
+        ),
+        model=model,
+        eval_dataset=dataset,
+        processing_class=tokenizer,
+        default_callbacks=False,
+    )
+    metrics = trainer.evaluate()
+    loss = metrics["eval_loss"]
+    per_byte = loss / math.log(2) * num_counted / num_bytes if num_bytes else None
+    return {
+        "model": str(folder),
+        "data": list(options.data),
+        "loss": loss,
+        "perplexity": metrics["eval_perplexity"],
+        "bits_per_byte": per_byte,
+        "tokens": dataset.num_tokens,
+        "sequence_length": length,
+        "seconds": metrics["eval_runtime"],
+    }
+
+
+def _tokenizer_for(options: argparse.Namespace, folder: Path, load: Any) -> Tokenizer | None:
+    """A tokenizer is needed for text; for token files it only counts bytes."""
+    from headway.errors import ConfigError
+
+    try:
+        loaded: Tokenizer = load(folder, options.tokenizer)
+        return loaded
+    except ConfigError:
+        if options.tokenizer is None and all(path.endswith(".hwt") for path in options.data):
+            return None
+        raise
+
+
+def open_data(
+    paths: list[str], tokenizer: Tokenizer | None, length: int
+) -> tuple[Any, int | None, int]:
+    """A dataset over the files, and how many bytes how many of its tokens stand for."""
+    from headway.data.datasets import TextDataset, TokenDataset
+    from headway.data.text import DocumentReader
+    from headway.errors import ConfigError
+
+    kinds = {path.endswith(".hwt") for path in paths}
+    if len(kinds) > 1:
+        raise ConfigError("--data: give token files (.hwt) or text, not both at once")
+    if kinds == {True}:
+        dataset = TokenDataset(paths, length)
+        num_bytes, num_counted = 0, 0
+        for file in dataset.files:
+            if tokenizer is None or _of_another(file, tokenizer):
+                return dataset, None, 0
+            counted = count_bytes(file, tokenizer)
+            num_bytes, num_counted = num_bytes + counted[0], num_counted + counted[1]
+        return dataset, num_bytes, num_counted
+    assert tokenizer is not None, "text is read with a tokenizer"
+    reader = DocumentReader(paths)
+    documents = list(reader)
+    text_data = TextDataset(documents, tokenizer, length)  # type: ignore[arg-type]
+    return text_data, reader.num_bytes, text_data.num_tokens
+
+
+def _of_another(file: TokenFile, tokenizer: Tokenizer) -> bool:
+    described = file.header.get("tokenizer") or {}
+    return bool(described) and described.get("digest") != tokenizer.digest
+
+
+def count_bytes(file: TokenFile, tokenizer: Tokenizer) -> tuple[int, int]:
+    """Bytes of text in a token file and the number of tokens they were counted on."""
+    from headway.data.tokenizer import ByteTokenizer
+
+    if isinstance(tokenizer, ByteTokenizer):
+        return int((file.tokens < 256).sum()), file.num_tokens
+    num_bytes = num_tokens = 0
+    for number in range(file.num_documents):
+        ids = file.document(number)
+        num_bytes += len(tokenizer.decode(ids.tolist()).encode("utf-8"))
+        num_tokens += len(ids)
+        if num_tokens >= _MOST_DECODED_TOKENS:
+            break
+    return num_bytes, num_tokens

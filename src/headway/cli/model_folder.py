@@ -1,0 +1,96 @@
+"""From a path a user gives to a model and its tokenizer.
+
+Owns: which folder inside a run is meant, and the loading of a model whose class only the run's own
+configuration knows. Does not own: model folders (models/hf), checkpoints (checkpoint).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from headway.data.tokenizer import Tokenizer
+
+
+def find_model_folder(given: str) -> Path:
+    """The model folder a path means: itself, a run's newest checkpoint, or a run's `model/`."""
+    from headway.checkpoint import find_latest_checkpoint
+
+    path = Path(given)
+    if not path.exists():
+        raise ConfigError(f"DIR: {given} does not exist")
+    if not path.is_dir():
+        raise ConfigError(f"DIR: {given} is a file; a model, checkpoint or run folder is needed")
+    if (path / "config.json").is_file():
+        return path
+    checkpoint = find_latest_checkpoint(path)
+    if checkpoint is not None:
+        return Path(checkpoint)
+    if (path / "model" / "config.json").is_file():
+        return path / "model"
+    raise ConfigError(
+        f"DIR: {given} holds no model: no config.json, no committed checkpoint and no model/ in it"
+    )
+
+
+def load_model(folder: Path) -> nn.Module:
+    """The model in a folder, ready to be asked."""
+    from headway.models import load_causal_lm
+
+    if (folder / "config.json").is_file():
+        return load_causal_lm(folder).eval()
+    return _load_by_run(folder).eval()
+
+
+def _load_by_run(folder: Path) -> nn.Module:
+    """A model without a Hugging Face configuration: built as its run built it."""
+    from headway.checkpoint import CheckpointManager
+    from headway.config.schema import Component, RunConfig
+    from headway.trainers.from_config import build_model_init
+
+    path = folder / "run" / "config.json"
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    component = stored.get("model")
+    if not isinstance(component, dict):
+        raise ConfigError(
+            f"{folder} has no config.json, and its run was not made from a run file: "
+            f"load its weights in Python into a model of your own"
+        )
+    built_as = Component(component["class_path"], component.get("init_args") or {})
+    model = build_model_init(RunConfig(model=built_as))()
+    CheckpointManager(folder.parent).load_model(model, folder)
+    return model
+
+
+def load_folder_tokenizer(folder: Path, given: str | None = None) -> Tokenizer:
+    """The tokenizer beside a model, or the one given instead of it."""
+    from headway.data.tokenizer import load_tokenizer
+
+    if given is not None:
+        return load_tokenizer(given)
+    if (
+        not (folder / "tokenizer.json").is_file()
+        and not (folder / "tokenizer_config.json").is_file()
+    ):
+        raise ConfigError(
+            f"{folder} holds no tokenizer; name one with --tokenizer (bytes, or a folder)"
+        )
+    return load_tokenizer(folder)
+
+
+def check_vocabulary(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
+    """Refuse a tokenizer with more ids than the model has."""
+    from headway.trainers.preflight import vocabulary_size
+
+    size = vocabulary_size(model)
+    if size is not None and tokenizer.vocab_size > size:
+        raise ConfigError(
+            f"--tokenizer: {tokenizer.name} has {tokenizer.vocab_size} ids, but the model in "
+            f"{folder} only {size}"
+        )

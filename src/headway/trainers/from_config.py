@@ -1,0 +1,179 @@
+"""From a run file's `RunConfig` to the parts of a run, and to the trainer that runs them.
+
+Owns: the order in which a run is built (cheap checks first) and what each component is given.
+Does not own: reading run files (config), the parts themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from headway.config.components import instantiate
+from headway.config.schema import Component, RunConfig
+from headway.data.tokenizer import Tokenizer, load_tokenizer
+from headway.errors import ConfigError
+from headway.models.hf import read_hf_config
+from headway.models.hf_config import from_hf_config, is_supported_family
+from headway.optim.build import build_optimizer
+from headway.trainers.trainer import Trainer
+
+_PRETRAINED = ("pretrained", "headway.models.load_causal_lm")
+
+
+def build_trainer(run: RunConfig) -> Trainer:
+    """A trainer ready for `train()`; its model is built when training begins."""
+    check_output_dir(run.args.output_dir)
+    tokenizer = build_tokenizer(run)
+    train_dataset, eval_dataset = build_datasets(run, tokenizer)
+    return Trainer(
+        args=run.args,
+        model_init=build_model_init(run),
+        data_collator=build_collator(run, tokenizer),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        callbacks=build_callbacks(run),
+        optimizer_factory=_factory(run.optimizer, "optimizer", "params"),
+        optimizer_groups=run.optimizer_groups,
+        lr_scheduler_factory=_factory(run.lr_scheduler, "lr_scheduler", "optimizer"),
+        default_callbacks=run.default_callbacks,
+        run_config=run,
+    )
+
+
+def _factory(component: Component | None, slot: str, given: str) -> Callable[[Any], Any] | None:
+    if component is None:
+        return None
+    return lambda value: instantiate(component, slot, **{given: value})
+
+
+def build_optimizer_and_scheduler(run: RunConfig, model: nn.Module) -> tuple[Optimizer, Any]:
+    """The optimizer over a model, and the scheduler where the run names one (else None)."""
+    optimizer = build_optimizer(
+        model,
+        run.args,
+        factory=_factory(run.optimizer, "optimizer", "params"),
+        groups=run.optimizer_groups,
+    )
+    make_scheduler = _factory(run.lr_scheduler, "lr_scheduler", "optimizer")
+    return optimizer, None if make_scheduler is None else make_scheduler(optimizer)
+
+
+def check_output_dir(output_dir: str | os.PathLike[str]) -> None:
+    """Refuse a place where no folder can be made; makes none."""
+    path = Path(output_dir).absolute()
+    above = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    if not above.is_dir():
+        raise ConfigError(
+            f"args.output_dir: {output_dir} cannot be a folder: {above} is a file; "
+            f"choose another place"
+        )
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"args.output_dir: {output_dir}: no permission to write in {above}")
+
+
+def build_tokenizer(run: RunConfig) -> Tokenizer | None:
+    """The run's tokenizer, if it names one."""
+    return None if run.tokenizer is None else load_tokenizer(run.tokenizer)
+
+
+def build_datasets(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[Any, Any]:
+    """Training and evaluation data; a dataset that takes a tokenizer gets the run's."""
+    if run.data.train is None:
+        raise ConfigError(
+            "data.train: missing; a run needs training data, for example "
+            "{class_path: TokenDataset, init_args: {paths: train.hwt, sequence_length: 1024}}"
+        )
+    if run.args.do_eval and run.data.eval is None:
+        raise ConfigError(
+            f"data.eval: missing, but args.eval_strategy={run.args.eval_strategy!r} and "
+            f"args.eval_on_save={run.args.eval_on_save} ask for evaluations"
+        )
+    given = {} if tokenizer is None else {"tokenizer": tokenizer}
+    train = _build_data(run.data.train, "data.train", given)
+    return train, None if run.data.eval is None else _build_data(run.data.eval, "data.eval", given)
+
+
+def _build_data(component: Component, key: str, given: dict[str, Any]) -> Any:
+    try:
+        return instantiate(component, "data", **given)
+    except ConfigError as error:
+        raise ConfigError([f"{key}: {problem}" for problem in error.problems]) from error
+
+
+def build_collator(
+    run: RunConfig, tokenizer: Tokenizer | None
+) -> Callable[[list[Any]], Any] | None:
+    """The collator the run names, padding with the tokenizer's own id; None for the default."""
+    if run.data.collator is None:
+        return None
+    pad = getattr(tokenizer, "pad_token_id", None)
+    given = {} if pad is None else {"pad_token_id": pad}
+    collator: Callable[[list[Any]], Any] = instantiate(run.data.collator, "collator", **given)
+    return collator
+
+
+def build_callbacks(run: RunConfig) -> list[Any] | dict[str, Any]:
+    """The run's callbacks, by name where it names them."""
+    if isinstance(run.callbacks, dict):
+        return {
+            name: instantiate(component, "callbacks")
+            for name, component in run.callbacks.items()
+            if component is not None
+        }
+    return [instantiate(component, "callbacks") for component in run.callbacks]
+
+
+def build_model_init(run: RunConfig) -> Callable[[], nn.Module]:
+    """What makes the run's model when called."""
+
+    def model_init() -> nn.Module:
+        model = instantiate(run.model, "model")
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"model.class_path: {run.model.class_path} makes a {type(model).__name__}, "
+                f"not a torch.nn.Module"
+            )
+        return model
+
+    return model_init
+
+
+def build_meta_model(run: RunConfig) -> nn.Module:
+    """The run's model with all its shapes and no memory for its weights."""
+    before = torch.get_default_dtype()
+    if run.args.default_dtype is not None:
+        torch.set_default_dtype(getattr(torch, run.args.default_dtype))
+    try:
+        with torch.device("meta"):
+            if run.model.class_path in _PRETRAINED:
+                return _meta_pretrained(run.model.init_args)
+            return build_model_init(run)()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _meta_pretrained(init_args: dict[str, Any]) -> nn.Module:
+    """The model of a folder without reading its weights."""
+    from headway.models.config import DecoderConfig, check_fields
+    from headway.models.decoder import Decoder
+
+    directory = init_args.get("directory")
+    if directory is None:
+        raise ConfigError("model.init_args.directory: missing; it names the model's folder")
+    config = read_hf_config(directory)
+    if is_supported_family(config):
+        fields = from_hf_config(config).to_dict() | dict(init_args.get("config_overrides") or {})
+        check_fields(fields)
+        return Decoder(DecoderConfig(**fields))
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(directory)))
+    return model
