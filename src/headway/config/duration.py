@@ -31,7 +31,7 @@ _SECONDS = {
     **dict.fromkeys(("d", "day", "days"), 86400),
 }
 _NUMBER = r"(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d{1,2})?|\.\d+)"
-_COUNT = re.compile(_NUMBER + r"\s*([kKmMbBtT])?\s*([A-Za-z]+)")
+_COUNT = re.compile(_NUMBER + r"\s*([kmbt]?)\s*(steps?|epochs?|tok(?:ens?)?)", re.IGNORECASE)
 _TIME_PART = re.compile(_NUMBER + r"\s*([A-Za-z]+)\s*")
 _EXAMPLES = "'500 steps', '1.5 epochs', '2B tokens', '300s', '20min', '1h30m', '2 days'"
 TOKENS_PER_PARAMETER = 20
@@ -99,8 +99,8 @@ class Duration:
         if re.fullmatch(r"\d[\d_]*", stripped):
             return cls(int(stripped), "steps")
         count = _COUNT.fullmatch(stripped)
-        if count and count[3].lower() in _COUNT_WORDS:
-            scaled = Decimal(count[1].replace("_", "")) * _SUFFIXES[(count[2] or "").lower()]
+        if count:
+            scaled = Decimal(count[1].replace("_", "")) * _SUFFIXES[count[2].lower()]
             whole = scaled == scaled.to_integral_value()
             return cls(int(scaled) if whole else float(scaled), _COUNT_WORDS[count[3].lower()])
         return cls(_parse_seconds(text, stripped), "seconds")

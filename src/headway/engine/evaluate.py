@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headway.data.loader import WindowLoader, count_samples
+from headway.data.counting import count_samples
+from headway.data.loader import WindowLoader
 from headway.engine.events import EventBus
 from headway.errors import ConfigError
 from headway.strategies.base import Strategy
@@ -62,7 +63,7 @@ def run_evaluation(
     for batch in loader.batches():
         if 0 <= max_steps <= num_batches:
             break
-        step = strategy.eval_forward(batch, objective)
+        step = strategy.eval_forward(batch, objective, with_logits=keep_outputs)
         if step.loss_sum is not None:
             sums[0] += step.loss_sum
             sums[1] += step.num_targets

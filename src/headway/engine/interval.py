@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from headway.engine.metrics import GRAD_NORM, STEP_SKIPPED, TRAIN_LOSS
+from headway.engine.metrics import GRAD_NORM, LEARNING_RATE, STEP_SKIPPED, TRAIN_LOSS
 from headway.engine.state import TrainerState
 
 
@@ -21,6 +21,7 @@ class Interval:
         self._max_norm = 0.0
         self._num_steps = 0
         self._num_skipped = 0
+        self._learning_rate = 0.0
         self._tokens_before = state.num_input_tokens_seen
 
     def add(self, metrics: dict[str, float]) -> bool:
@@ -34,9 +35,10 @@ class Interval:
         self._max_norm = norm if not norm <= self._max_norm else self._max_norm
         self._num_steps += 1
         self._num_skipped += skipped
+        self._learning_rate = metrics[LEARNING_RATE]
         return skipped
 
-    def record(self, state: TrainerState, learning_rate: float) -> dict[str, Any]:
+    def record(self, state: TrainerState) -> dict[str, Any]:
         """The log record: means over the interval, totals of the run."""
         steps = max(1, self._num_steps)
         record: dict[str, Any] = {
@@ -44,7 +46,7 @@ class Interval:
             "loss": self._losses / steps,
             "grad_norm": math.sqrt(self._norm_squares / steps),
             "max_grad_norm": self._max_norm,
-            "learning_rate": learning_rate,
+            "learning_rate": self._learning_rate,
             "tokens": state.num_input_tokens_seen - self._tokens_before,
             "total_tokens": state.num_input_tokens_seen,
             "total_flos": state.total_flos,

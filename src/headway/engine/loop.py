@@ -161,7 +161,7 @@ class TrainingLoop:
         p, state = self.parts, self.parts.state
         now = time.monotonic()
         seconds = self._clock.of_run(now)
-        wanted = self._flags()
+        wanted = self._take_flags()
         if p.log_trigger.due(state, seconds):
             wanted |= _LOG
         if p.eval_trigger.due(state, seconds):
@@ -179,12 +179,13 @@ class TrainingLoop:
             return False
         if wanted & _LOG:
             self._log()
-            wanted |= p.strategy.agree(self._flags())  # what handlers of the log asked for
+            wanted |= p.strategy.agree(self._take_flags())  # what handlers of the log asked for
         return self._act(wanted)
 
-    def _flags(self) -> int:
+    def _take_flags(self) -> int:
+        """What callbacks ask for; requests of one step are lowered as they are read."""
         control = self.parts.bus.control
-        return (
+        flags = (
             _LOG * control.should_log
             | _EVALUATE * control.should_evaluate
             | _SAVE * control.should_save
@@ -193,34 +194,36 @@ class TrainingLoop:
             | _ROLLBACK * control.rollback
             | _END_EPOCH * control.should_epoch_stop
         )
+        control.should_log = control.should_evaluate = control.should_save = False
+        control.rollback = False
+        return flags
 
     def _act(self, wanted: int) -> bool:
-        p, control = self.parts, self.parts.bus.control
-        control.should_log = control.should_evaluate = control.should_save = False
+        """Evaluate, save, roll back or stop; returns whether the run was rolled back."""
+        p, given_up = self.parts, _ABORT | _ROLLBACK
+        due = wanted & _EVALUATE or (wanted & _SAVE and p.args.eval_on_save)
+        if due and not wanted & given_up:
+            self._evaluate()
+            wanted |= p.strategy.agree(self._take_flags())
+        # An evaluation may have found that this state is not worth keeping.
+        if wanted & _SAVE and not wanted & given_up:
+            self._save()
+            wanted |= p.strategy.agree(self._take_flags())
+        p.bus.control.should_epoch_stop = bool(wanted & _END_EPOCH)
         if wanted & _ABORT:
             self.stopped = self.aborted = True
-            return False
-        if wanted & _ROLLBACK:
-            control.rollback = False
+        elif wanted & _ROLLBACK:
             self._rollback()
             return True
-        if wanted & _EVALUATE or (wanted & _SAVE and p.args.eval_on_save):
-            self._evaluate()
-            wanted |= p.strategy.agree(self._flags())
-        if wanted & _SAVE:
-            self._save()
-            wanted |= p.strategy.agree(self._flags())
-        control = p.bus.control
-        control.should_epoch_stop = bool(wanted & _END_EPOCH)
-        if wanted & _SIGNAL:
+        elif wanted & _SIGNAL:
             self.stopped = self.interrupted = True
-        if wanted & (_STOP | _ABORT):
-            self.stopped, self.aborted = True, bool(wanted & _ABORT)
+        elif wanted & _STOP:
+            self.stopped = True
         return False
 
     def _act_at_epoch_end(self) -> None:
         p, control = self.parts, self.parts.bus.control
-        wanted = self._flags() & (_LOG | _EVALUATE | _SAVE | _STOP | _ABORT)
+        wanted = self._take_flags() & ~_END_EPOCH
         if p.log_trigger.due_at_epoch_end(p.state):
             wanted |= _LOG
         if p.eval_trigger.due_at_epoch_end(p.state):
@@ -230,7 +233,7 @@ class TrainingLoop:
         wanted = p.strategy.agree(wanted)
         if wanted & _LOG:
             self._log()
-            wanted |= p.strategy.agree(self._flags())
+            wanted |= p.strategy.agree(self._take_flags())
         if wanted:
             self._act(wanted)
         control.should_epoch_stop = False
@@ -251,9 +254,10 @@ class TrainingLoop:
 
     def _on_nonfinite(self, steps: list[int]) -> None:
         action = self.parts.args.nonfinite_action
+        which = ", ".join(map(str, steps[:5])) + (" ..." if len(steps) > 5 else "")
         message = (
-            f"loss or gradient was not finite at step {', '.join(map(str, steps[:5]))}"
-            f"{' ...' if len(steps) > 5 else ''}; the update was withheld, the weights are as before"
+            f"loss or gradient was not finite at step {which}; "
+            f"the update was withheld, the weights are as before"
         )
         if action == "raise":
             raise NonFiniteError(message)
@@ -267,7 +271,7 @@ class TrainingLoop:
         p = self.parts
         if self._interval.empty:
             return
-        record = self._interval.record(p.state, float(p.optimizer.param_groups[0]["lr"]))
+        record = self._interval.record(p.state)
         if p.strategy.device.type == "cuda":
             record["peak_mem_allocated"] = [torch.cuda.max_memory_allocated(p.strategy.device)]
             torch.cuda.reset_peak_memory_stats(p.strategy.device)

@@ -108,12 +108,12 @@ class MetricBuffer:
         """
         if namespace is not None:
             name = f"{namespace.rstrip('/')}/{name.lstrip('/')}"
-        reduce_type = _member(ReduceType, "reduce_type", reduce_type)
+        kind: ReduceType | None = _member(ReduceType, "reduce_type", reduce_type)
         merge = _member(MetricMergeStrategy, "merge_strategy", merge_strategy)
-        if self._reduce_types.setdefault(name, reduce_type) != reduce_type:
+        if self._reduce_types.setdefault(name, kind) != kind:
             raise ConfigError(
                 f"metric {name!r} was recorded with reduce type {self._reduce_types[name]} and "
-                f"now with {reduce_type}; a metric keeps one for the whole run"
+                f"now with {kind}; a metric keeps one for the whole run"
             )
         if isinstance(value, Tensor):
             value = value.detach()

@@ -1,4 +1,4 @@
-"""What a run knows about itself (`TrainerState`) and what callbacks may ask of it (`TrainerControl`).
+"""What a run knows about itself (`TrainerState`) and what may be asked of it (`TrainerControl`).
 
 Owns the counters and flags that handlers see; field names follow Hugging Face's so that its
 callbacks read them unchanged. Does not own when flags are acted on: only the loop reads them.

@@ -6,6 +6,7 @@ Does not own: the modules (decoder.py), Hugging Face spellings (hf_config.py), m
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
@@ -153,6 +154,10 @@ class DecoderConfig:
     def to_dict(self) -> dict[str, Any]:
         """Every field by name, as plain data."""
         return asdict(self)
+
+    def to_json_string(self) -> str:
+        """The fields as JSON text; transformers' callbacks log a model's config through this."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
     def num_parameters(self) -> int:
         """Exact count of the parameters of the model; a tied matrix counts once."""

@@ -50,7 +50,9 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def eval_forward(self, batch: Any, objective: Objective) -> EvalStep:
+    def eval_forward(
+        self, batch: Any, objective: Objective, *, with_logits: bool = False
+    ) -> EvalStep:
         """One evaluation batch without gradients."""
 
     @abstractmethod

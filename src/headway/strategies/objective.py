@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headway.data.loader import count_targets
+from headway.data.counting import count_targets
 from headway.errors import ConfigError
 from headway.models.loss import cross_entropy_sum
 
@@ -66,11 +66,15 @@ class Objective:
         return self._from_logits(outputs, labels) / num_targets
 
     def evaluate(
-        self, model: Callable[..., Any], batch: Any
+        self, model: Callable[..., Any], batch: Any, *, with_logits: bool = False
     ) -> tuple[Tensor | None, Count, Tensor | None, Tensor | None]:
         """(sum over targets, their count, logits, labels) of one batch."""
         own = count_targets(batch)
-        outputs, labels, counted = self._call(model, batch, own)
+        if isinstance(own, int):
+            own = max(1, own)  # a batch without targets weighs nothing, and is no division by 0
+        if with_logits and "return_logits" in self._accepts and isinstance(batch, Mapping):
+            batch = {**batch, "return_logits": True}  # our decoder keeps none otherwise
+        outputs, labels, _ = self._call(model, batch, own)
         logits = _find_logits(outputs)
         if self._computes is not None:
             if labels is None:

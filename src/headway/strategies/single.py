@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from headway.checkpoint.component import StateComponent
-from headway.data.loader import Window, count_targets
-from headway.models.generate import generate
+from headway.data.counting import count_targets
+from headway.data.loader import Window
+from headway.models.generation import generate
 from headway.strategies.base import DataShard, EvalStep, Notify, Strategy
 from headway.strategies.objective import Objective
 
@@ -57,9 +58,13 @@ class SingleDevice(Strategy):
         assert total is not None, "a window has at least one micro-batch"
         return total
 
-    def eval_forward(self, batch: Any, objective: Objective) -> EvalStep:
+    def eval_forward(
+        self, batch: Any, objective: Objective, *, with_logits: bool = False
+    ) -> EvalStep:
         assert self._model is not None, "setup comes first"
-        loss_sum, count, logits, labels = objective.evaluate(self._model, self._move(batch))
+        loss_sum, count, logits, labels = objective.evaluate(
+            self._model, self._move(batch), with_logits=with_logits
+        )
         return EvalStep(loss_sum, count, logits, labels)
 
     def clip(self, max_norm: float | None) -> Tensor:

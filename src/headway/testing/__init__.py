@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from headway.testing.ranks import RankFailure, RankTimeout, run_ranks
     from headway.testing.syncs import HostSync, HostSyncs, count_host_syncs
     from headway.testing.tiny import tiny_dataset, tiny_decoder, tiny_llama, tiny_text_files
+    from headway.testing.trainer import tiny_trainer
 
 _HOMES = {
     "HostSync": "syncs",
@@ -29,6 +30,7 @@ _HOMES = {
     "tiny_decoder": "tiny",
     "tiny_llama": "tiny",
     "tiny_text_files": "tiny",
+    "tiny_trainer": "trainer",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "tiny_decoder",
     "tiny_llama",
     "tiny_text_files",
+    "tiny_trainer",
 ]
 
 

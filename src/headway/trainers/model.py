@@ -72,17 +72,22 @@ def enable_hf_activation_checkpointing(rank: int, module: nn.Module) -> None:
 
 def flops_per_token(model: nn.Module, dataset: Any) -> float:
     """Floating-point operations of one training step per token."""
-    config = getattr(model, "config", None)
+    count = getattr(getattr(model, "config", None), "flops_per_token", None)
     length = sample_length(dataset)
-    if length is not None and callable(getattr(config, "flops_per_token", None)):
-        return float(config.flops_per_token(length))
+    if length is not None and callable(count):
+        return float(count(length))
     # Six per parameter that takes part in a matrix product; embeddings look up, they do not.
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    head = getattr(model, "get_output_embeddings", lambda: None)
-    try:
-        output = head()
-    except NotImplementedError:
-        output = None
-    tied_head = output is not None and id(getattr(output, "weight", None)) in embedded
     parameters = sum(p.numel() for p in model.parameters() if id(p) not in embedded)
-    return 6.0 * (parameters + (output.weight.numel() if tied_head else 0))
+    head = _output_weight(model)
+    tied = head is not None and id(head) in embedded
+    return 6.0 * (parameters + (head.numel() if head is not None and tied else 0))
+
+
+def _output_weight(model: nn.Module) -> torch.Tensor | None:
+    try:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+    except NotImplementedError:  # transformers models without one
+        return None
+    weight = getattr(head, "weight", None)
+    return weight if isinstance(weight, torch.Tensor) else None

@@ -52,6 +52,15 @@ def sample_length(dataset: Any) -> int | None:
     return length if isinstance(length, int) else None
 
 
+def has_length(dataset: Any) -> bool:
+    """Whether a dataset can tell how many samples (or batches) it has."""
+    try:
+        len(dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        return False
+    return True
+
+
 def accumulation_steps(args: TrainingArguments, world_size: int, dataset: Any) -> int:
     """Micro-batches per optimizer step, given or derived from a global batch."""
     return derive_accumulation(args, world_size=world_size, sequence_length=sample_length(dataset))
@@ -67,7 +76,7 @@ def plan_run(args: TrainingArguments, loader: WindowLoader, world_size: int) -> 
     if expected is None and train_for is not None and train_for.unit == "tokens":
         length = sample_length(loader.dataset)
         if length is not None:
-            samples = args.per_device_train_batch_size * loader.accumulation * world_size
+            samples = args.per_device_train_batch_size * loader.deal.accumulation * world_size
             expected = math.ceil(train_for.value / (samples * length))
     return RunPlan(
         steps_per_epoch=steps_per_epoch,

@@ -19,7 +19,7 @@ from headway.checkpoint import (
     StateComponent,
 )
 from headway.data.loader import WindowLoader
-from headway.engine.best import find_metric
+from headway.engine.best import require_metric
 from headway.errors import ConfigError
 from headway.models.hf import hf_config_of
 
@@ -32,14 +32,15 @@ logger = logging.getLogger(__name__)
 class Saver:
     """Saves and restores one trainer in its output directory."""
 
-    def __init__(self, trainer: Trainer, run_config: dict[str, Any] | None) -> None:
+    def __init__(self, trainer: Trainer, run_config: dict[str, Any]) -> None:
         args = trainer.args
         self._trainer = trainer
         self._run_config = run_config
         self._loader: WindowLoader | None = None
-        self._metric_name = (
-            args.best_model_metric if args.preserve_best_model else args.metric_for_best_model
+        self._metric_option = (
+            "best_model_metric" if args.preserve_best_model else "metric_for_best_model"
         )
+        self._metric_name: str = getattr(args, self._metric_option)
         greater = (
             args.best_model_greater_is_better
             if args.preserve_best_model
@@ -119,7 +120,7 @@ class Saver:
         trainer, state = self._trainer, self._trainer.state
         metric = None
         if metrics is not None:
-            metric = find_metric(metrics, self._metric_name)
+            metric = require_metric(metrics, self._metric_name, self._metric_option)
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(
                 Path(trainer.args.output_dir) / f"checkpoint-{state.global_step}"

@@ -20,7 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from headway.args import TrainingArguments
 from headway.callbacks import default_callbacks as make_default_callbacks
-from headway.config.snapshot import write_snapshot
+from headway.config.schema import RunConfig
+from headway.config.snapshot import take_snapshot, write_snapshot
 from headway.data.loader import WindowLoader
 from headway.dist.env import DistributedEnvInterface, detect_env
 from headway.dist.seed import draw_seed, seed_all
@@ -38,7 +39,7 @@ from headway.strategies.base import Strategy
 from headway.strategies.objective import LossFunction, Objective
 from headway.strategies.single import SingleDevice
 from headway.trainers.model import build_model, flops_per_token
-from headway.trainers.plan import RunPlan, accumulation_steps, plan_run
+from headway.trainers.plan import RunPlan, accumulation_steps, has_length, plan_run
 from headway.trainers.preflight import check_data_fits
 from headway.trainers.saving import Saver
 
@@ -91,7 +92,7 @@ class Trainer:
         enable_activation_checkpoint_fn: Callable[[int, nn.Module], None] | None = None,
         fused_loss_factory: Callable[[nn.Module], LossFunction] | None = None,
         default_callbacks: bool = True,
-        run_config: Mapping[str, Any] | None = None,
+        run_config: RunConfig | None = None,
     ) -> None:
         if args is None:
             args = TrainingArguments()
@@ -123,7 +124,7 @@ class Trainer:
         self._optimizer_groups = optimizer_groups
         self._lr_scheduler_factory = lr_scheduler_factory
         self._enable_activation_checkpoint_fn = enable_activation_checkpoint_fn
-        self._run_config = dict(run_config) if run_config is not None else None
+        self._run_config = run_config
         self.state = TrainerState()
         self.bus = EventBus(args, self.state, TrainerControl())
         self.metrics = MetricBuffer()
@@ -236,7 +237,11 @@ class Trainer:
             rank=shard.rank,
             world_size=shard.world_size,
             set_epoch=args.set_dataset_epoch,
-            epoch_batches=args.epoch_train_steps * accumulation if training else None,
+            epoch_batches=(
+                args.epoch_train_steps * accumulation
+                if training and not has_length(dataset)
+                else None
+            ),
         )
 
     def _prepare_optimizer(self, plan: RunPlan) -> None:
@@ -281,7 +286,8 @@ class Trainer:
             raise
 
     def _train(self, resume: bool | str, signals: SignalRequests) -> TrainOutput:
-        saver = Saver(self, self._run_config)
+        snapshot = take_snapshot(self._run_config, self.args)
+        saver = Saver(self, snapshot["config"])
         checkpoint = saver.find(resume)
         self._choose_seed(saver.saved_seed(checkpoint))
         self._prepare_model(checkpoint is not None)
@@ -298,7 +304,7 @@ class Trainer:
         saver.attach(loader)
         if checkpoint is not None:
             saver.load(checkpoint)
-        write_snapshot(self.args.output_dir, self._run_config, self.args)
+        write_snapshot(self.args.output_dir, snapshot)
         self.bus.fire("on_init_end")
         loop = TrainingLoop(self._parts(plan, loader, saver), signals)
         self.model.train()
@@ -369,7 +375,7 @@ class Trainer:
         steps = self.state.global_step - started_step
         tokens = self.state.num_input_tokens_seen - started_tokens
         loader = self.bus.kwargs["train_dataloader"]
-        batch = self.args.per_device_train_batch_size * loader.accumulation
+        batch = self.args.per_device_train_batch_size * loader.deal.accumulation
         loss = loop.losses_sum / loop.num_steps if loop.num_steps else 0.0
         summary: dict[str, Any] = {
             "train_runtime": seconds,

@@ -28,11 +28,12 @@ class InfoCallback(TrainerCallback):
             return
         total = sum(p.numel() for p in model.parameters())
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        batch = args.per_device_train_batch_size * train_dataloader.accumulation
+        batch = args.per_device_train_batch_size * train_dataloader.deal.accumulation
+        parts = f"{train_dataloader.deal.accumulation} micro-batches"
         steps = f"{state.max_steps:,}" if state.max_steps else "as long as data and clock allow"
         lines = [
             ("model", f"{type(model).__name__}, {total:,} parameters ({trainable:,} trained)"),
-            ("batch", f"{batch:,} samples a step ({train_dataloader.accumulation} micro-batches)"),
+            ("batch", f"{batch:,} samples a step ({parts})"),
             ("steps", f"{steps}, from {state.global_step:,}"),
             ("device", str(trainer.strategy.device)),
             ("seed", str(state.seed)),

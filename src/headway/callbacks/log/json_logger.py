@@ -37,7 +37,7 @@ class JsonLogger(TrainerCallback):
                 os.replace(path, _aside(path))
             else:
                 _drop_after(path, state.global_step)
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
 
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any]

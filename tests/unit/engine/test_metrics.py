@@ -1,0 +1,113 @@
+import logging
+import math
+
+import pytest
+import torch
+
+from headway import ConfigError
+from headway.engine.metrics import MetricBuffer, ReduceType, canonical_name
+from headway.testing import count_host_syncs
+
+
+def flushed(buffer):
+    return {step: metrics for step, metrics in buffer.flush()}
+
+
+def test_every_step_is_delivered_in_order():
+    buffer = MetricBuffer()
+    for step in (3, 1, 2):
+        buffer.record(step, "x", torch.tensor(float(step)))
+    assert [step for step, _ in buffer.flush()] == [1, 2, 3]
+    assert buffer.flush() == []
+
+
+def test_recording_does_not_sync_and_a_flush_syncs_once():
+    buffer = MetricBuffer()
+    with count_host_syncs() as syncs:
+        for step in range(50):
+            buffer.record(step, "a", torch.tensor(1.0))
+            buffer.record(step, "b", torch.tensor(2), namespace="n")
+    assert syncs.count == 0
+    with count_host_syncs() as syncs:
+        buffer.flush()
+    assert syncs.count <= 1
+
+
+def test_large_counters_keep_their_digits():
+    buffer = MetricBuffer()
+    buffer.record(1, "tokens", torch.tensor(2**24 + 1))
+    buffer.record(1, "host", 2**53 - 1)
+    assert flushed(buffer)[1] == {"tokens": 2**24 + 1, "host": 2**53 - 1}
+
+
+def test_namespace_and_get():
+    buffer = MetricBuffer()
+    buffer.record(7, "LR", 0.5, namespace="optim")
+    assert buffer.get(7, "optim/LR") == 0.5 == buffer.get(7, "LR", namespace="optim")
+    assert buffer.get(8, "optim/LR") is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [("latest", 6.0), ("oldest", 1.0), ("mean", 3.0), ("sum", 9.0), ("max", 6.0), ("min", 1.0)],
+)
+def test_merging_repeats_in_one_step(strategy, expected):
+    buffer = MetricBuffer()
+    for value in (1.0, torch.tensor(2.0), 6):
+        buffer.record(1, "x", value, merge_strategy=strategy)
+    assert flushed(buffer)[1]["x"] == expected
+
+
+def test_a_repeat_warns_by_default_and_keeps_the_first(caplog):
+    buffer = MetricBuffer()
+    with caplog.at_level(logging.WARNING):
+        buffer.record(1, "x", 1.0)
+        buffer.record(1, "x", 2.0)
+    assert flushed(buffer)[1]["x"] == 1.0
+    assert "'x' was recorded twice" in caplog.text
+
+
+def test_one_reduce_type_for_the_whole_run():
+    buffer = MetricBuffer()
+    buffer.record(1, "x", 1.0, ReduceType.mean)
+    with pytest.raises(ConfigError, match="'x' was recorded with reduce type mean"):
+        buffer.record(2, "x", 1.0, "sum")
+
+
+def test_bad_values_are_named():
+    buffer = MetricBuffer()
+    with pytest.raises(ConfigError, match="one number, got a tensor of shape"):
+        buffer.record(1, "x", torch.ones(2))
+    with pytest.raises(ConfigError, match="reduce_type 'men'; did you mean 'mean'"):
+        buffer.record(1, "x", 1.0, "men")
+    with pytest.raises(ConfigError, match="merge_strategy"):
+        buffer.record(1, "x", 1.0, merge_strategy="lattest")
+
+
+def test_reduction_is_asked_of_the_strategy():
+    seen = []
+
+    def reduce(value, kind):
+        seen.append(kind)
+        return value * 2
+
+    buffer = MetricBuffer(reduce)
+    buffer.record(1, "mine", 1.0)
+    buffer.record(1, "ours", 1.0, "sum")
+    assert flushed(buffer)[1] == {"mine": 1.0, "ours": 2.0}
+    assert seen == [ReduceType.sum]
+
+
+def test_perplexity_is_derived_when_it_is_meaningful():
+    buffer = MetricBuffer()
+    buffer.record(1, "train/CE loss", 2.0)
+    buffer.record(2, "train/CE loss", 11.0)
+    result = flushed(buffer)
+    assert result[1]["train/PPL"] == pytest.approx(math.exp(2))
+    assert "train/PPL" not in result[2]
+
+
+def test_short_names_mean_the_namespaced_ones():
+    assert canonical_name("loss") == "train/CE loss"
+    assert canonical_name("grad_norm") == "optim/total grad norm"
+    assert canonical_name("other") == "other"

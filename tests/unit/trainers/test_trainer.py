@@ -1,0 +1,395 @@
+"""What a user of the Python API relies on."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from headway import ConfigError, Trainer, TrainerCallback, TrainingArguments
+from headway.engine.loop import NonFiniteError
+from headway.testing import (
+    count_host_syncs,
+    tiny_dataset,
+    tiny_decoder,
+    tiny_llama,
+    tiny_trainer,
+)
+
+
+class Poison(TrainerCallback):
+    """Makes the loss of one step not finite."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_gradients(self, state, model):
+        if state.global_step == self.step:
+            next(model.parameters()).grad.fill_(math.nan)
+
+
+def weights_of(trainer):
+    return torch.cat([p.detach().flatten().clone() for p in trainer.model.parameters()])
+
+
+class KeepWeights(TrainerCallback):
+    def __init__(self):
+        self.weights = []
+
+    def on_step_end(self, trainer):
+        self.weights.append(weights_of(trainer))
+
+
+OPTIMIZERS = {
+    "fused AdamW": None,
+    "plain AdamW": (torch.optim.AdamW, {"lr": 1e-2, "fused": False, "foreach": False}),
+    "SGD": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_non_finite_step_never_reaches_the_weights(tmp_path, optimizer):
+    keep = KeepWeights()
+    trainer = tiny_trainer(
+        tmp_path, [Poison(2), keep], max_steps=4, nonfinite_action="skip", logging_steps=4
+    )
+    trainer._optimizer_cls_and_kwargs = OPTIMIZERS[optimizer]
+    trainer.train()
+    assert not torch.equal(keep.weights[0], keep.weights[1])
+    assert torch.equal(keep.weights[1], keep.weights[2]), "step 3 was withheld"
+    assert not torch.equal(keep.weights[2], keep.weights[3])
+    assert all(torch.isfinite(w).all() for w in keep.weights)
+    assert all(
+        torch.isfinite(value).all()
+        for state in trainer.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    record = next(r for r in trainer.state.log_history if "grad_norm" in r)
+    assert record["skipped_steps"] == 1
+    assert math.isnan(record["grad_norm"]), "never shown as a finite average"
+
+
+def test_non_finite_stops_at_the_next_flush_by_default(tmp_path):
+    trainer = tiny_trainer(tmp_path, [Poison(1)], max_steps=10, logging_steps=3)
+    output = trainer.train()
+    assert output.global_step == 3
+    assert trainer.bus.stopped_by == ("loop", "nonfinite", "stop")
+
+
+def test_non_finite_may_raise(tmp_path):
+    trainer = tiny_trainer(tmp_path, [Poison(1)], max_steps=10, nonfinite_action="raise")
+    with pytest.raises(NonFiniteError, match="not finite at step 2"):
+        trainer.train()
+
+
+def test_no_host_sync_between_log_steps(tmp_path):
+    class Count(TrainerCallback):
+        """Counts what happens from the end of one log to the start of the next."""
+
+        def __init__(self):
+            self.counter, self.between = None, []
+
+        def on_log(self, logs):
+            if "loss" in logs:
+                # The data room reads batches before they leave for the device.
+                self.counter = count_host_syncs(ignore=["headway/data/"])
+                self.found = self.counter.__enter__()
+
+        def on_metrics(self, step):
+            self._end()
+
+        def _end(self):
+            if self.counter is not None:
+                self.counter.__exit__(None, None, None)
+                self.between.append(self.found)
+                self.counter = None
+
+    count = Count()
+    trainer = tiny_trainer(
+        tmp_path, [count], num_samples=64, max_steps=12, logging_steps=4, max_grad_norm=1.0
+    )
+    trainer.train()
+    assert len(count.between) == 2
+    for found in count.between:
+        assert [sync.function for sync in found.records] == ["_to_host"], found.report()
+
+
+def test_evaluation_averages_over_targets_not_batches(tmp_path):
+    data = tiny_dataset(10, sequence_length=20, ragged=True)
+    trainer = tiny_trainer(tmp_path, per_device_eval_batch_size=4)
+    found = trainer.evaluate(data)["eval_loss"]
+    model = trainer.model.eval()
+    total = count = 0
+    with torch.no_grad():
+        for item in data:
+            ids = torch.tensor([item["input_ids"]])
+            logits = model(ids).logits[0, :-1]
+            total += nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+            count += ids.shape[1] - 1
+    assert found == pytest.approx(total / count, rel=1e-5)
+
+
+def test_max_eval_steps_averages_only_what_was_seen(tmp_path):
+    data = tiny_dataset(12, sequence_length=8)
+    trainer = tiny_trainer(tmp_path, max_eval_steps=2)
+    assert trainer.evaluate(data)["eval_loss"] == pytest.approx(
+        trainer.evaluate(data[:4])["eval_loss"], rel=1e-6
+    )
+
+
+def test_evaluation_leaves_training_undisturbed(tmp_path):
+    plain, evaluated = KeepWeights(), KeepWeights()
+    tiny_trainer(tmp_path / "a", [plain], max_steps=4, learning_rate=1e-2).train()
+    tiny_trainer(
+        tmp_path / "b", [evaluated], max_steps=4, learning_rate=1e-2, eval_strategy="steps",
+        eval_steps=1,
+    ).train()  # fmt: skip
+    assert torch.equal(plain.weights[-1], evaluated.weights[-1])
+
+
+def test_predict_returns_logits_and_labels(tmp_path):
+    data = tiny_dataset(5, sequence_length=8)
+    output = tiny_trainer(tmp_path).predict(data)
+    assert isinstance(output.predictions, np.ndarray) and output.label_ids.shape == (5, 8)
+    assert output.predictions.shape[:2] == (5, 8)
+    assert output.metrics["test_loss"] > 0
+
+
+def test_rollback_returns_to_the_newest_checkpoint(tmp_path):
+    class RollBackOnce(TrainerCallback):
+        def __init__(self, skip):
+            self.skip, self.done = skip, False
+
+        def on_step_end(self, state, control):
+            if state.global_step == 5 and not self.done:
+                self.done = True
+                control.rollback = True
+                control.rollback_skip_data = self.skip
+
+    class Ledger(TrainerCallback):
+        def __init__(self):
+            self.samples, self.steps = [], []
+
+        def on_window(self, window, state):
+            self.samples.append(window.sample_ids.tolist())
+            self.steps.append(state.global_step)
+
+    def run(directory, callbacks):
+        ledger, keep = Ledger(), KeepWeights()
+        tiny_trainer(
+            directory, [*callbacks, ledger, keep], num_samples=32, max_steps=8, learning_rate=1e-2,
+            save_strategy="steps", save_steps=3,
+        ).train()  # fmt: skip
+        return ledger, keep.weights[-1]
+
+    plain, plain_weights = run(tmp_path / "plain", [])
+    again, again_weights = run(tmp_path / "again", [RollBackOnce(skip=False)])
+    assert again.steps == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7]
+    assert again.samples[:5] + again.samples[7:] == plain.samples
+    assert torch.equal(again_weights, plain_weights), "the same data again: the same run"
+    skipped, skipped_weights = run(tmp_path / "skip", [RollBackOnce(skip=True)])
+    assert skipped.steps == again.steps
+    assert skipped.samples[5] == plain.samples[5], "goes on behind the data it had read"
+    assert not torch.equal(skipped_weights, plain_weights)
+
+
+def test_rollback_without_a_checkpoint_is_an_error(tmp_path):
+    class RollBack(TrainerCallback):
+        def on_step_end(self, control):
+            control.rollback = True
+
+    with pytest.raises(RuntimeError, match="no checkpoint to return to"):
+        tiny_trainer(tmp_path, [RollBack()], max_steps=3).train()
+
+
+def test_best_model_is_kept_and_loaded_at_the_end(tmp_path):
+    class Script(TrainerCallback):
+        priority = 100
+        losses = [5.0, 1.0, 3.0, 4.0]
+
+        def on_evaluate(self, metrics, state):
+            metrics["eval_loss"] = self.losses[state.global_step - 1]
+
+    keep = KeepWeights()
+    trainer = tiny_trainer(
+        tmp_path, [Script(), keep], max_steps=4, learning_rate=1e-2, eval_strategy="steps",
+        eval_steps=1, save_strategy="steps", save_steps=1, save_total_limit=1,
+        load_best_model_at_end=True,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_metric == 1.0 and trainer.state.best_global_step == 2
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+    assert torch.equal(weights_of(trainer), keep.weights[1])
+    assert trainer.state.global_step == 4, "counters stay"
+    kept = sorted(p.name for p in (tmp_path / "out").glob("checkpoint-*"))
+    assert kept == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_preserve_n_best(tmp_path):
+    class Script(TrainerCallback):
+        priority = 100
+        losses = [3.0, 2.0, 2.5, 9.0, 8.0]
+
+        def on_evaluate(self, metrics, state):
+            metrics["eval_loss"] = self.losses[state.global_step - 1]
+
+    tiny_trainer(
+        tmp_path, [Script()], max_steps=5, num_samples=16, eval_on_save=True, save_strategy="steps",
+        save_steps=1, save_total_limit=1, preserve_best_model=True, preserve_n_best=2,
+    ).train()  # fmt: skip
+    kept = sorted(p.name for p in (tmp_path / "out").glob("checkpoint-*"))
+    assert kept == ["checkpoint-2", "checkpoint-3", "checkpoint-5"]
+
+
+def test_token_budget_and_token_cadence(tmp_path):
+    trainer = tiny_trainer(
+        tmp_path, num_samples=64, train_for="100 tokens", lr_scheduler_type="constant",
+        logging_strategy="steps",
+    )  # fmt: skip
+    trainer.train()  # 16 tokens a step
+    assert trainer.state.num_input_tokens_seen == 112 and trainer.state.global_step == 7
+
+
+def test_decaying_schedule_needs_a_known_length(tmp_path):
+    trainer = tiny_trainer(tmp_path, train_for="1h", lr_scheduler_type="cosine")
+    with pytest.raises(ConfigError, match="lr_scheduler_type='cosine' needs to know how many"):
+        trainer.train()
+    assert not (tmp_path / "out").exists(), "nothing is written before the run is sound"
+
+
+def test_wall_time_stop(tmp_path):
+    output = tiny_trainer(tmp_path, num_samples=64, max_steps=10**6, stop_at="0.2s").train()
+    assert output.interrupted_by == "stop_at" and output.global_step < 10**6
+
+
+def test_global_batch_size_derives_accumulation(tmp_path):
+    class Sizes(TrainerCallback):
+        seen = []
+
+        def on_window(self, window):
+            self.seen.append(len(window.micro_batches))
+
+    tiny_trainer(tmp_path, [Sizes()], global_batch_size=8, max_steps=1).train()
+    assert Sizes.seen == [4]
+
+
+def test_gradient_checkpointing_trains_the_same(tmp_path):
+    plain, recomputed = KeepWeights(), KeepWeights()
+    tiny_trainer(tmp_path / "a", [plain], max_steps=3).train()
+    tiny_trainer(tmp_path / "b", [recomputed], max_steps=3, gradient_checkpointing=True).train()
+    assert torch.allclose(plain.weights[-1], recomputed.weights[-1], atol=1e-6)
+
+
+def test_a_fresh_start_does_not_overwrite_a_run(tmp_path):
+    tiny_trainer(tmp_path, max_steps=2, save_strategy="steps").train()
+    again = tiny_trainer(tmp_path, max_steps=2, resume_from_checkpoint=False)
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint=False.*overwrite_output_dir"):
+        again.train()
+    allowed = tiny_trainer(
+        tmp_path, max_steps=3, resume_from_checkpoint=False, overwrite_output_dir=True,
+        save_strategy="steps",
+    )  # fmt: skip
+    assert allowed.train().global_step == 3
+
+
+def test_logs_are_whole_json_lines_and_follow_a_resume(tmp_path):
+    def run(**arguments):
+        return Trainer(
+            args=TrainingArguments(
+                output_dir=str(tmp_path), per_device_train_batch_size=2, logging_steps=1,
+                save_steps=2, seed=0, use_cpu=True, **arguments,
+            ),
+            model_init=tiny_decoder,
+            train_dataset=tiny_dataset(32, sequence_length=8),
+        ).train()  # fmt: skip
+
+    run(max_steps=3)
+    log = tmp_path / "trainer_logs.jsonl"
+    with log.open("a") as file:
+        file.write('{"step": 99, "loss": 1.0}\n{"step": 4, "lo')  # from a run that was killed
+    run(max_steps=5)
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    steps = [r["step"] for r in records if "loss" in r and "train_runtime" not in r]
+    assert steps == [1, 2, 3, 4, 5]
+    assert {"loss", "grad_norm", "learning_rate", "epoch", "tokens", "time"} <= set(records[0])
+    assert (tmp_path / "run" / "config.json").exists()
+    assert (tmp_path / "run" / "environment.json").exists()
+
+
+def test_default_callbacks_are_added_to_and_replaced_by_class(tmp_path):
+    from headway.callbacks import JsonLogger
+
+    mine = JsonLogger("other.jsonl")
+    trainer = Trainer(
+        args={"output_dir": str(tmp_path), "use_cpu": True}, model_init=tiny_decoder,
+        callbacks=[mine],
+    )  # fmt: skip
+    names = list(trainer.callbacks)
+    assert names.count("JsonLogger") == 1 and trainer.callbacks["JsonLogger"] is mine
+    assert {"DefaultMetrics", "ProgressCallback", "InfoCallback"} <= set(names)
+
+
+def test_save_model_loads_in_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    trainer = tiny_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    ids = torch.arange(8)[None]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()(ids).logits
+    assert torch.allclose(theirs, trainer.model.eval()(ids).logits, atol=1e-5)
+    with pytest.raises(ConfigError, match="already holds"):
+        trainer.save_model(str(tmp_path / "model"))
+
+
+def test_a_checkpoint_is_a_model_folder(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    trainer = tiny_trainer(tmp_path, max_steps=2, save_strategy="steps")
+    trainer.model_init = tiny_llama
+    trainer.train()
+    ids = torch.arange(8)[None]
+    folder = tmp_path / "out" / "checkpoint-2"
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits
+    assert torch.allclose(theirs, trainer.model.eval()(ids).logits, atol=1e-6)
+    assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 2
+
+
+def test_iterable_data_without_length(tmp_path):
+    def stream():
+        yield from tiny_dataset(200, sequence_length=8)
+
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return stream()
+
+    trainer = Trainer(
+        args=TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=6,
+            epoch_train_steps=4, gradient_accumulation_steps=2, save_strategy="no", use_cpu=True,
+        ),
+        model_init=tiny_decoder, train_dataset=Endless(), default_callbacks=False,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.epoch == 1.5, "epochs count optimizer steps, not micro-batches"
+
+
+def test_ready_dataloader_is_used_as_it_is(tmp_path):
+    data = [{k: torch.tensor(v) for k, v in item.items()} for item in tiny_dataset(12, 8)]
+    loader = torch.utils.data.DataLoader(data, batch_size=3)
+    trainer = tiny_trainer(tmp_path, num_train_epochs=1, per_device_train_batch_size=1)
+    trainer.train_dataset = loader
+    assert trainer.train().global_step == 4
+
+
+def test_more_than_one_rank_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ConfigError, match="one of 2"):
+        tiny_trainer(tmp_path)
