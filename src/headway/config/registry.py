@@ -7,7 +7,6 @@ Does not own: importing or checking a component (components).
 from __future__ import annotations
 
 import importlib
-import importlib.util
 
 SLOTS = ("model", "data", "collator", "optimizer", "lr_scheduler", "callbacks")
 
@@ -28,8 +27,11 @@ _TABLE: dict[str, dict[str, str]] = {
     "collator": {"PadCollator": "headway.data.PadCollator"},
     "optimizer": {name: f"torch.optim.{name}" for name in _TORCH_OPTIMIZERS},
     "lr_scheduler": {name: f"torch.optim.lr_scheduler.{name}" for name in _TORCH_SCHEDULES},
-    "callbacks": {},
 }
+
+# Slots whose short names are the public classes of a package: a class path like any other, so it
+# is imported by name when a run file asks for it.
+_PUBLIC_CLASSES = {"callbacks": "headway.callbacks"}
 
 # What the caller supplies when a component of the slot is built; a run file need not name it.
 GIVEN: dict[str, tuple[str, ...]] = {
@@ -60,13 +62,11 @@ DEFAULT_MODEL = "Decoder"
 
 def short_names(slot: str) -> dict[str, str]:
     """Short name -> dotted path for one slot."""
-    if slot != "callbacks":
+    package = _PUBLIC_CLASSES.get(slot)
+    if package is None:
         return _TABLE[slot]
-    if importlib.util.find_spec("headway.callbacks") is None:
-        return {}
-    module = importlib.import_module("headway.callbacks")
-    classes = [name for name in getattr(module, "__all__", ()) if name[:1].isupper()]
-    return {name: f"headway.callbacks.{name}" for name in classes}
+    names = getattr(importlib.import_module(package), "__all__", ())
+    return {name: f"{package}.{name}" for name in names if name[:1].isupper()}
 
 
 def resolve_name(class_path: str, slot: str) -> str:
