@@ -37,32 +37,33 @@ class LossFnObjective(Objective):
         if isinstance(own, int) and own == 0:
             # A mean over nothing is not a number, and no weight of 0 would make it one.
             return torch.zeros((), requires_grad=True)
-        value = self._value(model, batch, own)[0]
+        value = self._value(model, batch, own)
         return value if own is num_targets else value * (own / num_targets)
 
     def evaluate(
-        self, model: Callable[..., Any], batch: Any
+        self, model: Callable[..., Any], batch: Any, *, with_logits: bool = False
     ) -> tuple[Tensor | None, Count, Tensor | None, Tensor | None]:
         if self._loss_fn is None:
             _refuse_preferences(batch)
-            return super().evaluate(model, batch)
+            return super().evaluate(model, batch, with_logits=with_logits)
         own = count_targets(batch)
-        value, labels = self._value(model, batch, own)
-        return value.detach() * own, own, None, labels
+        if isinstance(own, int) and own == 0:
+            return None, 0, None, None
+        return self._value(model, batch, own).detach() * own, own, None, None
 
-    def _value(
-        self, model: Callable[..., Any], batch: Any, own: Count
-    ) -> tuple[Tensor, Tensor | None]:
+    def _value(self, model: Callable[..., Any], batch: Any, own: Count) -> Tensor:
         assert self._loss_fn is not None
         outputs: Any = None
-        labels: Tensor | None = None
         if not _has_preferences(batch):
+            inputs = batch
+            if "return_logits" in self._accepts and isinstance(batch, Mapping):
+                inputs = {**batch, "return_logits": True}  # our decoder keeps none otherwise
             # The batch's own count: `outputs.loss` is then the mean that a function expects.
-            outputs, labels, _ = self._call(model, batch, own)
+            outputs = self._call(model, inputs, own)[0]
         value = self._loss_fn(model, batch, outputs)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ConfigError(f"loss_fn must return a tensor with one number, got {value!r}")
-        return value.reshape(()), labels
+        return value.reshape(())
 
 
 def _has_preferences(batch: Any) -> bool:
