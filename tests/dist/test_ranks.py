@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ def sum_over_ranks(start: int, *, scale: int = 1) -> tuple[int, torch.Tensor, st
     return dist.get_rank(), value * scale, os.environ.get("OMP_NUM_THREADS")
 
 
-def test_each_rank_returns_its_own_result() -> None:
+def test_each_rank_returns_its_own_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     results = run_ranks(sum_over_ranks, 2, 10, scale=2)
     assert [rank for rank, _, _ in results] == [0, 1]
     assert [value.item() for _, value, _ in results] == [42.0, 42.0]
@@ -72,21 +74,24 @@ def test_a_rank_that_just_exits_is_named_with_its_code() -> None:
 def wait_for_nothing_on_rank_1(directory: str) -> int:
     Path(directory, str(dist.get_rank())).write_text(str(os.getpid()))
     if dist.get_rank() == 1:
-        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
         Path(directory, "child").write_text(str(child.pid))
         threading.Event().wait()
     return 0
 
 
-def is_alive(pid: int) -> bool:
+def is_gone(pid: int) -> bool:
+    """Whether the process has ended; one that was killed gets a moment to do so."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ended, _, _ = select.select([descriptor], [], [], 5)
+    os.close(descriptor)
+    return bool(ended)
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="asks Linux about processes")
 def test_a_rank_that_hangs_is_named_with_its_stack_and_ended(tmp_path: Path) -> None:
     with pytest.raises(RankTimeout) as caught:
         run_ranks(wait_for_nothing_on_rank_1, 2, str(tmp_path), timeout_s=3)
@@ -96,7 +101,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_ended(tmp_path: Path) -> 
     assert "in wait_for_nothing_on_rank_1" in timeout.stacks[1]
     pids = {path.name: int(path.read_text()) for path in tmp_path.iterdir()}
     assert pids.keys() == {"0", "1", "child"}
-    assert [name for name, pid in pids.items() if is_alive(pid)] == []
+    assert [name for name, pid in pids.items() if not is_gone(pid)] == []
 
 
 def read_environment() -> tuple[str, str, bool]:
