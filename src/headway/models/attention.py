@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headway.errors import ConfigError
 from headway.models.cache import KVCache
@@ -169,6 +170,17 @@ def _attend_flex(q_BNSD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, block_mask: Any
     return out
 
 
+def _attend_growing(q_BNSD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, plan: AttentionPlan) -> Tensor:
+    """Attention over a cache, whose length is new at every call."""
+    if q_BNSD.device.type != "cuda":
+        return _attend_sdpa(q_BNSD, k_BNTD, v_BNTD, plan)
+    # cuDNN, the default on recent GPUs, plans anew for each length, which takes longer than the
+    # whole forward pass.
+    kinds = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(kinds):
+        return _attend_sdpa(q_BNSD, k_BNTD, v_BNTD, plan)
+
+
 def _attend_sdpa(q_BNSD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, plan: AttentionPlan) -> Tensor:
     repeats = q_BNSD.shape[1] // k_BNTD.shape[1]
     native = repeats == 1 or q_BNSD.device.type == "cpu"
@@ -222,7 +234,8 @@ class Attention(nn.Module):
         k_BNTD = apply_rope(k_BSND, *rope).transpose(1, 2)
         if cache is not None:
             k_BNTD, v_BNTD = cache.append(self.layer, k_BNTD, v_BNTD)
-        if plan.block_mask is not None:
+            out = _attend_growing(q_BNSD, k_BNTD, v_BNTD, plan)
+        elif plan.block_mask is not None:
             out = _attend_flex(q_BNSD, k_BNTD, v_BNTD, plan.block_mask)
         else:
             out = _attend_sdpa(q_BNSD, k_BNTD, v_BNTD, plan)

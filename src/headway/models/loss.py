@@ -108,10 +108,9 @@ class _HeadPass:
         hidden_CD, labels_C = self.hidden_ND[span], self.labels_N[span]
         ignored_C = labels_C == IGNORED_LABEL
         index_C1 = labels_C.masked_fill(ignored_C, 0).unsqueeze(1)
-        if self.bias_V is None:
-            logits_CV = hidden_CD @ self.weight_VD.t()
-        else:
-            logits_CV = torch.addmm(self.bias_V, hidden_CD, self.weight_VD.t())
+        logits_CV = _product(hidden_CD, self.weight_VD.t(), self.total.dtype)
+        if self.bias_V is not None:
+            logits_CV += self.bias_V
         logp_CV = torch.log_softmax(logits_CV, -1, dtype=self.total.dtype)
         del logits_CV
         picked_C1 = logp_CV.gather(1, index_C1)
@@ -136,11 +135,23 @@ class _HeadPass:
             self.grad_bias += (~ignored_C).to(self.dtype) @ grad_CV
 
 
+def _widens(half: Tensor) -> bool:
+    """Whether a half-precision product can be written in float32; torch.compile cannot trace it."""
+    return half.device.type == "cuda" and not torch.compiler.is_compiling()
+
+
+def _product(left: Tensor, right: Tensor, sum_dtype: torch.dtype) -> Tensor:
+    """left @ right, in `sum_dtype` where the device gives that for free."""
+    if left.dtype != sum_dtype and _widens(left):
+        return torch.mm(left, right, out_dtype=sum_dtype)
+    return left @ right
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, with the sum kept in the dtype of `total`."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif total.device.type == "cuda":
+    elif _widens(left):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from headway.errors import ConfigError, unknown
 from headway.models.config import DecoderConfig
 
-WORKSPACE_BYTES = 32 * 1024**2
-"""What cuBLAS keeps for itself on current data-centre GPUs."""
+WORKSPACE_BYTES = 2 * 32 * 1024**2
+"""What cuBLAS keeps on current data-centre GPUs, for the forward and the backward thread each."""
 
 _HALF_KINDS = ("bf16", "fp16")
 
@@ -171,7 +171,8 @@ def estimate_training_memory(
 
     head = config.vocab_size * config.hidden_size
     chunk = min(config.loss_chunk_tokens or tokens, tokens)
-    loss = chunk * config.vocab_size * (a + 4) + head * (4 + (a if mixed else 0))
+    # A chunk's logits and their log-softmax, both in float32 whatever the weights are.
+    loss = chunk * config.vocab_size * 8 + head * (4 + (a if mixed else 0))
 
     # The widest moment of a block's backward: the gradients of both factors of the gated product,
     # that of the product, and of the residual stream.
