@@ -37,6 +37,11 @@ def run(options: argparse.Namespace) -> int:
         silence(trainer)
     output = trainer.train(resume_from_checkpoint=resume)
     report(options, trainer, output)
+    return exit_code(output)
+
+
+def exit_code(output: Any) -> int:
+    """0 for a run that went as asked; as shells have it for one that a signal stopped."""
     if output.interrupted_by in (None, "stop_at"):
         return 0
     return 128 + int(signal.Signals[output.interrupted_by])
@@ -58,6 +63,8 @@ def report(options: argparse.Namespace, trainer: Any, output: Any) -> None:
     checkpoint = find_latest_checkpoint(output_dir)
     if output.interrupted_by is not None:
         print(f"stopped at step {output.global_step:,} by {output.interrupted_by}")
+    elif output.metrics["train_samples"] == 0:
+        print(f"nothing left to do: {output.global_step:,} steps are done (args.max_steps)")
     else:
         print(f"trained {output.global_step:,} steps, mean loss {output.training_loss:.4f}")
     if checkpoint is None:
