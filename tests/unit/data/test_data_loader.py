@@ -253,6 +253,19 @@ def test_set_epoch_reaches_persistent_workers():
     assert len({n for batch in run(0) for n in batch}) == 30
 
 
+def test_persistent_workers_go_back_after_an_early_stop():
+    options = {"batch_size": 2, "num_workers": 2, "persistent_workers": True, "seed": 1}
+    loader = WindowLoader(Numbers(16), **options)
+    expected = flat(WindowLoader(Numbers(16), batch_size=2, seed=1).windows())
+    windows = loader.windows()
+    next(windows)
+    state = loader.state_dict()
+    next(windows), next(windows)
+    loader.load_state_dict(state)
+    assert flat(loader.windows()) == expected[2:]
+    loader.close()
+
+
 def test_start_at_a_billion_is_instant():
     loader = WindowLoader(SyntheticDataset(10**12, 16, 100), batch_size=8, seed=1)
     state = loader.state_dict() | {"position": 10**9}
