@@ -10,7 +10,7 @@ from headway.testing import count_host_syncs
 
 
 def flushed(buffer):
-    return {step: metrics for step, metrics in buffer.flush()}
+    return dict(buffer.flush())
 
 
 def test_every_step_is_delivered_in_order():
