@@ -24,6 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _TORCH = str(Path(torch.__file__).parent)
+_INNER = (_TORCH, "<frozen ")
 _OPTIMIZERS = str(Path(_TORCH, "optim"))
 _DISPATCH = str(Path(_TORCH, "utils", "_python_dispatch"))
 
@@ -89,16 +90,14 @@ class HostSyncs:
         """The waits, one per line, for the message of an assertion."""
         return "\n".join(map(str, self.records)) or "no host sync"
 
-    def add(self, operation: str) -> None:
+    def add(self, operation: str, *, on_device: bool = False) -> None:
         """Record a wait asked for by the code that is running now."""
         stack = [frame for frame in traceback.extract_stack() if not _is_watcher(frame.filename)]
         # torch's optimizers keep their step counters on the host; reading those waits for nothing.
-        if stack[-1].filename.startswith(_OPTIMIZERS):
+        if not on_device and stack[-1].filename.startswith(_OPTIMIZERS):
             return
-        frames = [frame for frame in stack if not frame.filename.startswith((_TORCH, "<"))]
-        if not frames:
-            return
-        site = frames[-1]
+        outside = (frame for frame in reversed(stack) if not frame.filename.startswith(_INNER))
+        site = next(outside, stack[-1])
         if not any(fragment in site.filename for fragment in self.ignore):
             self.records.append(HostSync(operation, site.filename, site.lineno or 0, site.name))
 
@@ -209,8 +208,8 @@ def _watch_cuda(syncs: HostSyncs) -> Iterator[None]:
 
         def listen(message: Any, *args: Any, **kwargs: Any) -> None:
             if "synchronizing CUDA operation" in str(message):
-                syncs.add("cuda")
-            else:
+                syncs.add("cuda", on_device=True)
+            elif "Synchronization debug mode is a prototype" not in str(message):
                 show(message, *args, **kwargs)
 
         # Replaced here and put back by `catch_warnings`.

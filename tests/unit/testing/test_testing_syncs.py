@@ -90,6 +90,12 @@ def test_the_tensor_class_is_left_as_it_was() -> None:
     assert dict(vars(torch.Tensor)) == before
 
 
+def test_code_without_a_file_counts_too() -> None:
+    with count_host_syncs(device_type="cpu") as syncs:
+        exec(compile("x.item()", "<stdin>", "exec"), {"x": torch.ones(())})
+    assert [record.file for record in syncs.records] == ["<stdin>"]
+
+
 def test_ignored_call_sites_do_not_count() -> None:
     with count_host_syncs(device_type="cpu", ignore=["test_testing_syncs"]) as syncs:
         torch.ones(()).item()
