@@ -297,7 +297,7 @@ class TextDataset(_PackedDataset):
             documents.extend(DocumentReader(paths, include=include))
         with_eos = eos and self.tokenizer.eos_token_id is not None
         encoded = encode_documents(self.tokenizer, documents, with_eos)
-        parts = [np.asarray(ids, dtype=np.uint32) for ids in encoded if ids]
+        parts = [np.asarray(ids, dtype=np.uint32) for ids in encoded if len(ids)]
         if not parts:
             raise ConfigError("texts: the dataset is empty, there is no text in it")
         self.tokens = np.concatenate(parts)

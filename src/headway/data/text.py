@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from headway.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from headway.data.tokens import TokenFile, TokenFileWriter
@@ -30,6 +31,7 @@ _DOCUMENTS_PER_CHUNK = 256
 _BINARY_PROBE_BYTES = 8192
 
 Document = str | bytes
+Encoded = list[int] | npt.NDArray[Any]
 PathLike = str | os.PathLike[str]
 
 
@@ -183,17 +185,16 @@ def prepare_tokens(
     }
 
 
-def encode_documents(coder: Tokenizer, documents: Sequence[Document], eos: bool) -> list[list[int]]:
+def encode_documents(coder: Tokenizer, documents: Sequence[Document], eos: bool) -> list[Encoded]:
     """Token ids of documents; bytes that are not UTF-8 reach only the byte tokenizer unchanged."""
     if isinstance(coder, ByteTokenizer):
-        kept = [document for document in documents if document]
-        return coder.encode_batch(kept, add_eos=eos)
+        return [coder.encode_array(document, eos) for document in documents if document]
     texts = [
         document.decode("utf-8", "replace") if isinstance(document, bytes) else document
         for document in documents
         if document
     ]
-    return coder.encode_batch(texts, add_eos=eos)
+    return list(coder.encode_batch(texts, add_eos=eos))
 
 
 def inspect_tokens(path: PathLike, tokenizer: Any = None, num_samples: int = 1) -> dict[str, Any]:
@@ -252,7 +253,7 @@ def _join(paths: Iterable[PathLike]) -> str:
 
 def _encode_all(
     coder: Tokenizer, documents: Iterable[Document], eos: bool, num_workers: int
-) -> Iterator[list[list[int]]]:
+) -> Iterator[list[Encoded]]:
     chunks = iter(documents)
     if num_workers == 1:
         while chunk := list(islice(chunks, _DOCUMENTS_PER_CHUNK)):
@@ -263,7 +264,7 @@ def _encode_all(
 
     # Forking a process that runs tokenizer threads can deadlock its children.
     context = multiprocessing.get_context("spawn")
-    pending: deque[Future[list[list[int]]]] = deque()
+    pending: deque[Future[list[Encoded]]] = deque()
     with ProcessPoolExecutor(num_workers, mp_context=context) as pool:
         while chunk := list(islice(chunks, _DOCUMENTS_PER_CHUNK)):
             pending.append(pool.submit(encode_documents, coder, chunk, eos))

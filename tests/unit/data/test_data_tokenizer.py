@@ -21,6 +21,9 @@ def test_bytes():
     assert coder.encode(b"\xff", add_eos=True) == [255, 256]
     assert coder.decode([104, 195, 169, 256, 257]) == "hé"
     assert len(coder) == coder.vocab_size == 258
+    for text in (*TEXTS, "", b"\xff\0"):
+        for add_eos in (True, False):
+            assert coder.encode_array(text, add_eos).tolist() == coder.encode(text, add_eos)
 
 
 def test_transformers_reads_what_we_save(tmp_path):
