@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 # Before any import of torch or transformers, which read these once.
 os.environ.update(
@@ -31,11 +30,6 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
-
-
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    # By default pytest takes any folder named `dist` for build output and passes it over.
-    return False if collection_path.name == "dist" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

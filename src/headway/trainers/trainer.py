@@ -7,12 +7,10 @@ checkpoint/; a trainer for another strategy chooses that strategy and overrides 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -39,29 +37,12 @@ from headway.strategies.base import Strategy
 from headway.strategies.objective import LossFunction, Objective
 from headway.strategies.single import SingleDevice
 from headway.trainers.model import build_model, flops_per_token
+from headway.trainers.outputs import PredictionOutput, RunStart, TrainOutput, join_batches
 from headway.trainers.plan import RunPlan, accumulation_steps, has_length, plan_run
 from headway.trainers.preflight import check_data_fits
 from headway.trainers.saving import Saver
 
 logger = logging.getLogger(__name__)
-
-
-class TrainOutput(NamedTuple):
-    """What `train()` returns; the first three as Hugging Face's."""
-
-    global_step: int
-    training_loss: float
-    metrics: dict[str, Any]
-    interrupted_by: str | None = None
-    """Name of the signal, or "stop_at", that ended the run before its length was done."""
-
-
-class PredictionOutput(NamedTuple):
-    """Predictions (logits), labels and metrics of a pass; arrays joined along the batch."""
-
-    predictions: np.ndarray | list[np.ndarray] | None
-    label_ids: np.ndarray | list[np.ndarray] | None
-    metrics: dict[str, float]
 
 
 class Trainer:
@@ -308,14 +289,14 @@ class Trainer:
         self.bus.fire("on_init_end")
         loop = TrainingLoop(self._parts(plan, loader, saver), signals)
         self.model.train()
-        started_s, started_tokens = time.monotonic(), self.state.num_input_tokens_seen
-        started_step = self.state.global_step
+        batch_size = self.args.per_device_train_batch_size * loader.deal.accumulation
+        start = RunStart.now(self.state, batch_size)
         self.bus.fire("on_train_begin")
         try:
             loop.run()
         finally:
             loader.close()
-        output = self._finish(loop, saver, signals, started_s, started_step, started_tokens)
+        output = self._finish(loop, saver, signals, start)
         self.bus.fire("on_train_end")
         errors = self.bus.fire_to_all("on_close")
         if errors:
@@ -363,33 +344,14 @@ class Trainer:
         loop: TrainingLoop,
         saver: Saver,
         signals: SignalRequests,
-        started_s: float,
-        started_step: int,
-        started_tokens: int,
+        start: RunStart,
     ) -> TrainOutput:
         if self.args.load_best_model_at_end and not loop.aborted and not loop.interrupted:
             saver.load_best()
         if self.bus.stopped_by is not None:
             logger.info("stopped by %s in %s (%s)", *self.bus.stopped_by)
-        seconds = max(time.monotonic() - started_s, 1e-9)
-        steps = self.state.global_step - started_step
-        tokens = self.state.num_input_tokens_seen - started_tokens
-        loader = self.bus.kwargs["train_dataloader"]
-        batch = self.args.per_device_train_batch_size * loader.deal.accumulation
         loss = loop.losses_sum / loop.num_steps if loop.num_steps else 0.0
-        summary: dict[str, Any] = {
-            "train_runtime": seconds,
-            "train_loss": loss,
-            "step": self.state.global_step,
-            "epoch": self.state.epoch,
-            "train_samples": steps * batch,
-            "train_samples_per_second": steps * batch / seconds,
-            "train_steps_per_second": steps / seconds,
-            "effective_batch_size": batch,
-            "total_tokens": self.state.num_input_tokens_seen,
-            "tokens_per_second": tokens / seconds,
-            "total_flops": self.state.total_flos,
-        }
+        summary = start.summary(self.state, loss)
         self.log(dict(summary))
         interrupted_by = None
         if loop.interrupted:
@@ -411,7 +373,9 @@ class Trainer:
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
         """Logits, labels and metrics for a dataset; the logits are kept on the host."""
         result = self._pass(test_dataset, "on_predict", metric_key_prefix, keep_outputs=True)
-        return PredictionOutput(_join(result.logits), _join(result.labels), result.metrics)
+        return PredictionOutput(
+            join_batches(result.logits), join_batches(result.labels), result.metrics
+        )
 
     def _pass(
         self, dataset: Any, event: str, prefix: str, keep_outputs: bool = False
@@ -472,13 +436,3 @@ def _default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
 
     pad = getattr(processing_class, "pad_token_id", None)
     return PadCollator(pad_token_id=pad if isinstance(pad, int) else 0)
-
-
-def _join(tensors: list[torch.Tensor]) -> np.ndarray | list[np.ndarray] | None:
-    """One array when the batches agree in shape; otherwise one per batch."""
-    if not tensors:
-        return None
-    arrays = [t.numpy() for t in tensors]
-    if len({a.shape[1:] for a in arrays}) == 1:
-        return np.concatenate(arrays)
-    return arrays

@@ -1,0 +1,82 @@
+"""What a trainer hands back: results of training and prediction, and the summary of a run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from headway.engine.state import TrainerState
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class TrainOutput(NamedTuple):
+    """What `train()` returns; the first three as Hugging Face's."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, Any]
+    interrupted_by: str | None = None
+    """Name of the signal, or "stop_at", that ended the run before its length was done."""
+
+
+class PredictionOutput(NamedTuple):
+    """Predictions (logits), labels and metrics of a pass; arrays joined along the batch."""
+
+    predictions: Array | list[Array] | None
+    label_ids: Array | list[Array] | None
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """Where a run stood when this process took it up."""
+
+    at_s: float
+    step: int
+    tokens: int
+    flos: float
+    batch_size: int
+
+    @classmethod
+    def now(cls, state: TrainerState, batch_size: int) -> RunStart:
+        return cls(
+            time.monotonic(),
+            state.global_step,
+            state.num_input_tokens_seen,
+            state.total_flos,
+            batch_size,
+        )
+
+    def summary(self, state: TrainerState, loss: float) -> dict[str, Any]:
+        """Totals of the run, and rates of what this process did of it."""
+        seconds = max(time.monotonic() - self.at_s, 1e-9)
+        steps = state.global_step - self.step
+        return {
+            "train_runtime": seconds,
+            "train_loss": loss,
+            "step": state.global_step,
+            "epoch": state.epoch,
+            "train_samples": steps * self.batch_size,
+            "train_samples_per_second": steps * self.batch_size / seconds,
+            "train_steps_per_second": steps / seconds,
+            "effective_batch_size": self.batch_size,
+            "total_tokens": state.num_input_tokens_seen,
+            "tokens_per_second": (state.num_input_tokens_seen - self.tokens) / seconds,
+            "total_flops": state.total_flos,
+            "flops_per_second": (state.total_flos - self.flos) / seconds,
+        }
+
+
+def join_batches(tensors: list[Tensor]) -> Array | list[Array] | None:
+    """One array when the batches agree in shape; otherwise one per batch."""
+    if not tensors:
+        return None
+    arrays: list[Array] = [t.numpy() for t in tensors]
+    if len({a.shape[1:] for a in arrays}) == 1:
+        return np.concatenate(arrays)
+    return arrays
