@@ -1,0 +1,127 @@
+"""One CUDA device: what differs from the CPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from headway import Trainer, TrainerCallback, TrainingArguments
+from headway.data import SyntheticDataset
+from headway.models import Decoder, DecoderConfig
+from headway.models.memory import estimate_training_memory
+from headway.testing import count_host_syncs, tiny_dataset, tiny_decoder
+
+pytestmark = pytest.mark.gpu
+
+
+def trainer_on_gpu(folder, callbacks=(), **arguments):
+    settings = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "logging_steps": 5,
+        "save_strategy": "no",
+        "max_grad_norm": 1.0,
+        "learning_rate": 1e-2,
+        "seed": 0,
+        **arguments,
+    }
+    return Trainer(
+        args=TrainingArguments(**settings),
+        model_init=lambda: tiny_decoder(dropout=0.1),
+        train_dataset=tiny_dataset(256, sequence_length=32),
+        eval_dataset=tiny_dataset(16, sequence_length=32, seed=1),
+        callbacks=list(callbacks),
+        default_callbacks=False,
+    )
+
+
+def test_trains_on_the_gpu_and_the_loss_falls(tmp_path):
+    trainer = trainer_on_gpu(tmp_path, max_steps=40)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.strategy.device.type == "cuda"
+    assert trainer.evaluate()["eval_loss"] < before - 1
+    logs = [r for r in trainer.state.log_history if "peak_mem_allocated" in r]
+    assert logs and logs[-1]["peak_mem_allocated"][0] > 0
+
+
+def test_no_sync_between_log_steps(tmp_path):
+    class Count(TrainerCallback):
+        found = None
+
+        def on_step_end(self, state):
+            if state.global_step == 11:
+                self.context = count_host_syncs()
+                self.syncs = self.context.__enter__()
+            if state.global_step == 19:
+                self.context.__exit__(None, None, None)
+                self.found = self.syncs.report(), self.syncs.count
+
+    count = Count()
+    trainer_on_gpu(tmp_path, [count], max_steps=25, logging_steps=10).train()
+    report, number = count.found
+    assert number == 0, report
+
+
+def test_a_non_finite_step_is_withheld_on_the_device(tmp_path):
+    class Poison(TrainerCallback):
+        def __init__(self):
+            self.weights = []
+
+        def on_gradients(self, state, model):
+            if state.global_step == 2:
+                next(model.parameters()).grad.fill_(math.nan)
+
+        def on_step_end(self, model):
+            self.weights.append(next(model.parameters()).detach().clone())
+
+    poison = Poison()
+    trainer_on_gpu(tmp_path, [poison], max_steps=4, nonfinite_action="skip").train()
+    assert torch.equal(poison.weights[1], poison.weights[2])
+    assert not torch.equal(poison.weights[2], poison.weights[3])
+    assert torch.isfinite(poison.weights[3]).all()
+
+
+def test_resume_on_the_gpu_is_exact(tmp_path):
+    def weights(trainer):
+        return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+    whole = trainer_on_gpu(tmp_path / "whole", max_steps=12)
+    whole.train()
+    trainer_on_gpu(tmp_path / "parts", max_steps=12, save_strategy="steps", stop_at=7).train()
+    resumed = trainer_on_gpu(tmp_path / "parts", max_steps=12, save_strategy="steps")
+    resumed.train()
+    assert torch.equal(weights(resumed), weights(whole))
+
+
+SIZES = [
+    (dict(vocab_size=8192, hidden_size=512, num_layers=6, num_heads=8), 16, 512),
+    (dict(vocab_size=32768, hidden_size=768, num_layers=12, num_heads=12), 16, 1024),
+    (dict(vocab_size=32768, hidden_size=1536, num_layers=12, num_heads=12), 4, 2048),
+]
+
+
+@pytest.mark.parametrize(("shape", "batch", "length"), SIZES)
+def test_memory_estimate_is_within_ten_percent(tmp_path, shape, batch, length):
+    config = DecoderConfig(**shape)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    Trainer(
+        args=TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=batch,
+            max_steps=3,
+            logging_strategy="no",
+            save_strategy="no",
+            max_grad_norm=1.0,
+            seed=0,
+        ),
+        model_init=lambda: Decoder(config),
+        train_dataset=SyntheticDataset(64, length, config.vocab_size, seed=0),
+        default_callbacks=False,
+    ).train()
+    measured = torch.cuda.max_memory_allocated()
+    estimated = estimate_training_memory(config, batch_size=batch, seq_len=length).total_bytes
+    assert estimated == pytest.approx(measured, rel=0.10)
