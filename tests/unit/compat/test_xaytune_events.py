@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -114,6 +115,30 @@ def test_a_stop_from_any_event_ends_the_run(event: str, tmp_path: Path) -> None:
     manager.on(event)(TrainState.stop_training)
     config = make_config(tmp_path, checkpoint_every_n_steps=6)
     assert train(config, manager, eval_dataloader=make_loader()).global_step == 6
+
+
+def test_a_signal_finishes_the_step_saves_and_stops(tmp_path: Path) -> None:
+    record = Record()
+
+    @record.manager.on("step_start")
+    def interrupt(state: TrainState) -> None:
+        if state.global_step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    state = train(make_config(tmp_path, save_last=True), record.manager)
+    assert (state.global_step, state.should_stop) == (3, True)
+    assert record.names[-2:] == ["checkpoint_saved", "train_end"]
+
+
+def test_a_loss_that_is_not_finite_never_reaches_the_weights(tmp_path: Path) -> None:
+    model = make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = train(
+        make_config(tmp_path), model=model, loss_fn=lambda model, batch, outputs: outputs / 0
+    )
+    assert state.should_stop
+    assert state.global_step < 12
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_error_fires_with_the_exception_and_train_end_does_not(tmp_path: Path) -> None:

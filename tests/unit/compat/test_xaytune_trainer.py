@@ -14,6 +14,7 @@ from xaytune_runs import Record, make_config, make_data, make_loader, make_model
 
 from headway.compat.xaytune import CallbackManager, Trainer, TrainState
 from headway.compat.xaytune.plan import no_decay_groups
+from headway.data.collate import PadCollator
 from headway.errors import ConfigError
 from headway.testing import tiny_dataset, tiny_decoder, tiny_llama
 
@@ -79,29 +80,25 @@ def test_preference_batches_skip_the_plain_forward(tmp_path: Path) -> None:
         train(config, model=Scorer(), train_dataloader=loader)
 
 
-@pytest.mark.parametrize("with_loss_fn", [False, True])
-def test_accumulated_batches_equal_one_large_batch(with_loss_fn: bool, tmp_path: Path) -> None:
+def test_accumulated_batches_equal_one_large_batch(tmp_path: Path) -> None:
     # Ragged lengths: a mean of means would weigh the tokens of short batches too much.
-    from headway.data.collate import PadCollator
-
     data = tiny_dataset(8, 24, vocab_size=32, ragged=True)
-    options: dict[str, Any] = {}
-    if with_loss_fn:
-        options["loss_fn"] = lambda model, batch, outputs: outputs.loss
     results = []
-    for batch_size, accumulation in ((8, 1), (2, 4)):
-        torch.manual_seed(0)
-        model = tiny_llama(vocab_size=32)
-        train(
-            make_config(tmp_path, gradient_accumulation=accumulation, max_steps=1),
-            model=model,
-            train_dataloader=DataLoader(data, batch_size=batch_size, collate_fn=PadCollator()),  # type: ignore[arg-type]
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            **options,
-        )
-        results.append(weights(model))
-    for name, value in results[0].items():
-        torch.testing.assert_close(value, results[1][name], rtol=1e-5, atol=1e-6)
+    for loss_fn in (None, lambda model, batch, outputs: outputs.loss):
+        for batch_size, accumulation in ((8, 1), (2, 4)):
+            torch.manual_seed(0)
+            model = tiny_llama(vocab_size=32)
+            train(
+                make_config(tmp_path, gradient_accumulation=accumulation, max_steps=1),
+                model=model,
+                train_dataloader=DataLoader(data, batch_size=batch_size, collate_fn=PadCollator()),  # type: ignore[arg-type]
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                loss_fn=loss_fn,
+            )
+            results.append(weights(model))
+    for result in results[1:]:
+        for name, value in results[0].items():
+            torch.testing.assert_close(result[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_a_batch_without_targets_does_no_harm_to_its_window(tmp_path: Path) -> None:
@@ -168,6 +165,8 @@ def test_norms_and_biases_do_not_decay(tmp_path: Path) -> None:
     train(make_config(tmp_path, max_steps=1, weight_decay=0.1), manager)
     assert groups == [(0.0, ["linear.bias", "norm.bias", "norm.weight"]), (0.1, ["linear.weight"])]
     assert no_decay_groups(nn.Linear(2, 2, bias=False)) is None
+    scale = nn.ParameterDict({"scale": torch.ones(3), "matrix": torch.ones(3, 3)})
+    assert no_decay_groups(scale)["no_decay"]["regex"] == "^(?:scale)$"  # type: ignore[index]
 
 
 def test_a_given_optimizer_and_scheduler_are_used(tmp_path: Path) -> None:
