@@ -1,6 +1,7 @@
 """Text that is on every machine with Python: the standard library's own source files.
 
-Owns: which files are taken, and which of them are held out. Does not own: token files (data).
+Owns: which files are taken, which of them are held out, and a dataset of them for run files.
+Does not own: token files and datasets in general (data).
 """
 
 from __future__ import annotations
@@ -8,8 +9,12 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.data.datasets import TextDataset
 
 # Tests repeat themselves, and what is installed beside the library differs from machine to machine.
 _LEFT_OUT = {
@@ -41,3 +46,13 @@ def is_held_out(name: str) -> bool:
     """Whether a file, named relative to the library, is kept for evaluation."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0
+
+
+def standard_library(
+    sequence_length: int = 256, held_out: bool = False, tokenizer: Any = "bytes"
+) -> TextDataset:
+    """The source files (or the held-out ones) as a dataset; a run file names it by class_path."""
+    from headway.data.datasets import TextDataset
+
+    files = find_sources()[held_out]
+    return TextDataset(None, tokenizer, sequence_length, files=files, mask_documents=False)

@@ -72,8 +72,17 @@ def report(options: argparse.Namespace, trainer: Any, output: Any) -> None:
         return
     print(f"checkpoint: {checkpoint}")
     if output.interrupted_by is not None:
-        again = [word for word in options.argv if word != "--no-resume"]
-        print(f"go on with: {shlex.join(again)}")
+        print(f"go on with: {shlex.join(_continuation(options.argv, output.interrupted_by))}")
     elif trainer.processing_class is not None:
         print(f"try it:     headway generate {shlex.quote(output_dir)} --prompt '...'")
         print(f"measure it: headway eval {shlex.quote(output_dir)} --data FILE")
+
+
+def _continuation(argv: list[str], interrupted_by: str) -> list[str]:
+    """The command that goes on where this one stopped."""
+    kept = [word for word in argv if word != "--no-resume"]
+    if interrupted_by != "stop_at":
+        return kept
+    given = [word for word in kept if word.startswith("--args.stop_at=")]
+    # Where the run file has it, it must be taken back.
+    return [word for word in kept if word not in given] + ([] if given else ["--args.stop_at=null"])
