@@ -106,6 +106,8 @@ def _dense_mask(
     return seen.unsqueeze(1)
 
 
+# Compiled along with a model the mask's creation fails; it compiles by itself below.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _block_mask(
     seq_len: int,
     device: torch.device,
@@ -164,7 +166,8 @@ def _create_block_mask(device: torch.device) -> Callable[..., Any]:
 def _attend_flex(q_BNSD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, block_mask: Any) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
-    attend: Any = flex_attention if q_BNSD.device.type == "cpu" else _compiled_flex()[0]
+    plain = q_BNSD.device.type == "cpu" or torch.compiler.is_compiling()
+    attend: Any = flex_attention if plain else _compiled_flex()[0]
     grouped = q_BNSD.shape[1] != k_BNTD.shape[1]
     out: Tensor = attend(q_BNSD, k_BNTD, v_BNTD, block_mask=block_mask, enable_gqa=grouped)
     return out

@@ -48,12 +48,20 @@ def chunked_cross_entropy(
     dtype = compute_dtype(hidden)
     hidden_ND = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
     chunk = chunk_tokens or max(hidden_ND.shape[0], 1)
-    wanted = [t is not None and t.requires_grad for t in (hidden_ND, weight, bias)]
-    if torch.is_grad_enabled() and any(wanted):
-        total: Tensor = _HeadCrossEntropy.apply(hidden_ND, weight, bias, flat_labels, chunk)
-    else:
-        total = _HeadPass(hidden_ND, weight, bias, flat_labels, chunk, (False,) * 3).total
+    total: Tensor = _head_total(hidden_ND, weight, bias, flat_labels, chunk)
     return total / _divisor(num_items, flat_labels)
+
+
+# A compiler may hold several chunks at once, and cannot trace the products that widen their dtype.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _head_total(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, labels_N: Tensor, chunk: int
+) -> Tensor:
+    wanted = [t is not None and t.requires_grad for t in (hidden_ND, weight_VD, bias_V)]
+    if torch.is_grad_enabled() and any(wanted):
+        total: Tensor = _HeadCrossEntropy.apply(hidden_ND, weight_VD, bias_V, labels_N, chunk)
+        return total
+    return _HeadPass(hidden_ND, weight_VD, bias_V, labels_N, chunk, (False,) * 3).total
 
 
 def _divisor(num_items: int | Tensor | None, flat_labels: Tensor) -> int | Tensor:
@@ -135,14 +143,9 @@ class _HeadPass:
             self.grad_bias += (~ignored_C).to(self.dtype) @ grad_CV
 
 
-def _widens(half: Tensor) -> bool:
-    """Whether a half-precision product can be written in float32; torch.compile cannot trace it."""
-    return half.device.type == "cuda" and not torch.compiler.is_compiling()
-
-
 def _product(left: Tensor, right: Tensor, sum_dtype: torch.dtype) -> Tensor:
     """left @ right, in `sum_dtype` where the device gives that for free."""
-    if left.dtype != sum_dtype and _widens(left):
+    if left.device.type == "cuda" and left.dtype != sum_dtype:
         return torch.mm(left, right, out_dtype=sum_dtype)
     return left @ right
 
@@ -151,7 +154,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, with the sum kept in the dtype of `total`."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif _widens(left):
+    elif total.device.type == "cuda":
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
