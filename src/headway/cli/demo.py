@@ -32,15 +32,13 @@ _RUN_FILE = """\
 # What `headway demo` trains. Train it again, or longer, or changed:
 #   headway train {run_file} --args.output_dir=OTHER --args.max_steps=3000
 model:
-  class_path: Decoder
-  init_args:
-    vocab_size: 258            # 256 bytes, end of text, padding
-    hidden_size: 128
-    num_layers: 4
-    num_heads: 4
-    max_seq_len: 512
-    eos_token_id: 256
-    pad_token_id: 257
+  vocab_size: 258              # 256 bytes, end of text, padding
+  hidden_size: 128
+  num_layers: 4
+  num_heads: 4
+  max_seq_len: 512
+  eos_token_id: 256
+  pad_token_id: 257
 
 tokenizer: bytes
 
