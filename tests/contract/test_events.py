@@ -356,3 +356,16 @@ def test_scheduler_that_is_a_callback_is_registered(tmp_path):
     trainer._lr_scheduler_factory = Schedule
     trainer.train()
     assert Schedule.began
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin"])
+def test_a_stop_before_the_first_step_trains_nothing(tmp_path, event):
+    stopper = type("Early", (TrainerCallback,), {event: _stop})()
+    trainer = tiny_trainer(tmp_path, [stopper], max_steps=3)
+    assert trainer.train().global_step == 0
+    trainer.remove_callback(stopper)
+    assert trainer.train().global_step == 3, "the next run starts with a fresh control"
+
+
+def _stop(self, control):
+    control.should_training_stop = True

@@ -39,10 +39,10 @@ def trainer_on_gpu(folder, callbacks=(), **arguments):
 
 def test_trains_on_the_gpu_and_the_loss_falls(tmp_path):
     trainer = trainer_on_gpu(tmp_path, max_steps=40)
-    before = trainer.evaluate()["eval_loss"]
+    before = trainer.evaluate(trainer.train_dataset)["eval_loss"]
     trainer.train()
     assert trainer.strategy.device.type == "cuda"
-    assert trainer.evaluate()["eval_loss"] < before - 1
+    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] < before - 1
     logs = [r for r in trainer.state.log_history if "peak_mem_allocated" in r]
     assert logs and logs[-1]["peak_mem_allocated"][0] > 0
 
@@ -97,9 +97,9 @@ def test_resume_on_the_gpu_is_exact(tmp_path):
 
 
 SIZES = [
-    (dict(vocab_size=8192, hidden_size=512, num_layers=6, num_heads=8), 16, 512),
-    (dict(vocab_size=32768, hidden_size=768, num_layers=12, num_heads=12), 16, 1024),
-    (dict(vocab_size=32768, hidden_size=1536, num_layers=12, num_heads=12), 4, 2048),
+    ({"vocab_size": 8192, "hidden_size": 512, "num_layers": 6, "num_heads": 8}, 16, 512),
+    ({"vocab_size": 32768, "hidden_size": 768, "num_layers": 12, "num_heads": 12}, 16, 1024),
+    ({"vocab_size": 32768, "hidden_size": 1536, "num_layers": 12, "num_heads": 12}, 4, 2048),
 ]
 
 

@@ -256,7 +256,13 @@ class BatchStream:
 
     def _find_generators(self) -> list[torch.Generator]:
         found: dict[int, torch.Generator] = {}
-        for owner in (self.dataset, getattr(self.dataset, "sampler", None)):
+        batches = getattr(self.dataset, "batch_sampler", None)
+        samplers = (
+            getattr(self.dataset, "sampler", None),
+            batches,
+            getattr(batches, "sampler", None),
+        )
+        for owner in (self.dataset, *samplers):
             generator = getattr(owner, "generator", None)
             if isinstance(generator, torch.Generator):
                 found[id(generator)] = generator

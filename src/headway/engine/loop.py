@@ -89,10 +89,19 @@ class TrainingLoop:
         p = self.parts
         for trigger in (p.log_trigger, p.eval_trigger, p.save_trigger):
             trigger.start(p.state, p.state.train_seconds)
-        while not (self.stopped or self._length_done()):
+        while not (self._told_to_stop() or self._length_done()):
             self._epoch()
         if not self.aborted:
             self._finish()
+
+    def _told_to_stop(self) -> bool:
+        """Also where no step was done: in `on_train_begin` or `on_epoch_begin`."""
+        control = self.parts.bus.control
+        wanted = _STOP * control.should_training_stop | _ABORT * control.should_abort_without_save
+        wanted = self.parts.strategy.agree(wanted)
+        self.aborted |= bool(wanted & _ABORT)
+        self.stopped |= bool(wanted)
+        return self.stopped
 
     def _length_done(self) -> bool:
         return self.parts.length.finished(self.parts.state, self._clock, time.monotonic())
@@ -101,6 +110,8 @@ class TrainingLoop:
         p = self.parts
         p.bus.control.should_epoch_stop = False
         p.bus.fire("on_epoch_begin")
+        if self._told_to_stop():
+            return
         first_step, fresh = p.state.global_step, p.loader.position == 0
         for window in p.loader.windows():
             self._step(window)

@@ -60,9 +60,7 @@ class Objective:
             return self._computes(outputs, labels, num_items_in_batch=num_targets)
         loss = _find_loss(outputs)
         if loss is not None:
-            if counted or own is num_targets:
-                return loss
-            return loss * (own / num_targets)
+            return loss if counted else weigh_mean(loss, own, num_targets)
         return self._from_logits(outputs, labels) / num_targets
 
     def evaluate(
@@ -70,20 +68,15 @@ class Objective:
     ) -> tuple[Tensor | None, Count, Tensor | None, Tensor | None]:
         """(sum over targets, their count, logits, labels) of one batch."""
         own = count_targets(batch)
-        if isinstance(own, int):
-            own = max(1, own)  # a batch without targets weighs nothing, and is no division by 0
         if with_logits and "return_logits" in self._accepts and isinstance(batch, Mapping):
             batch = {**batch, "return_logits": True}  # our decoder keeps none otherwise
-        outputs, labels, _ = self._call(model, batch, own)
+        outputs, labels, _ = self._call(model, batch, _at_least_one(own))
         logits = _find_logits(outputs)
-        if self._computes is not None:
-            if labels is None:
-                return None, own, logits, labels
-            mean = self._computes(outputs, labels, num_items_in_batch=own)
-            return mean.detach() * own, own, logits, labels
         loss = _find_loss(outputs)
+        if self._computes is not None and labels is not None:
+            loss = self._computes(outputs, labels, num_items_in_batch=_at_least_one(own))
         if loss is not None:
-            return loss.detach() * own, own, logits, labels
+            return weigh_mean(loss.detach(), own, 1), own, logits, labels
         if labels is None:
             return None, own, logits, labels
         return self._from_logits(outputs, labels).detach(), own, logits, labels
@@ -146,6 +139,22 @@ class Objective:
             f"logits of shape {tuple(logits.shape)} from {self._model_name} do not fit labels of "
             f"shape {tuple(labels.shape)}; pass compute_loss_func to say what the loss is"
         )
+
+
+def _at_least_one(count: Count) -> Count:
+    return max(1, count) if isinstance(count, int) else count.clamp(min=1)
+
+
+def weigh_mean(mean: Tensor, own: Count, num_targets: Count) -> Tensor:
+    """A mean over `own` targets as a share of `num_targets`.
+
+    The mean over no target is not a number; its share is nothing, and so is its gradient.
+    """
+    if own is num_targets:
+        return mean
+    if isinstance(own, int):
+        return mean * (own / num_targets) if own else mean.nan_to_num(0.0, 0.0, 0.0) * 0
+    return torch.where(own > 0, mean, 0.0) * (own / num_targets)
 
 
 def _field(outputs: Any, name: str) -> Any:

@@ -180,7 +180,7 @@ class Trainer:
 
     # Set-up
 
-    def _prepare_model(self, resumes: bool) -> None:
+    def _prepare_model(self) -> None:
         """Model on its device and an objective for it; done once."""
         if self.strategy is not None:
             return
@@ -194,8 +194,11 @@ class Trainer:
         )
         strategy.setup(model)
         self.strategy, self.model = strategy, model
-        self._objective = Objective(model, self.compute_loss_func)
+        self._objective = self._make_objective(model)
         self.bus.kwargs.update(model=model, processing_class=self.processing_class, trainer=self)
+
+    def _make_objective(self, model: nn.Module) -> Objective:
+        return Objective(model, self.compute_loss_func)
 
     def _loader(self, dataset: Any, *, training: bool) -> WindowLoader:
         assert self.strategy is not None
@@ -258,6 +261,7 @@ class Trainer:
         resume = self.args.resume_from_checkpoint
         if resume_from_checkpoint is not None:
             resume = resume_from_checkpoint
+        self.bus.control, self.bus.stopped_by = TrainerControl(), None
         try:
             with SignalRequests() as signals:
                 return self._train(resume, signals)
@@ -271,7 +275,7 @@ class Trainer:
         saver = Saver(self, snapshot["config"])
         checkpoint = saver.find(resume)
         self._choose_seed(saver.saved_seed(checkpoint))
-        self._prepare_model(checkpoint is not None)
+        self._prepare_model()
         assert self.strategy is not None and self.model is not None
         loader = self._loader(self.train_dataset, training=True)
         check_data_fits(self.model, loader, "train_dataset")
@@ -380,7 +384,7 @@ class Trainer:
     def _pass(
         self, dataset: Any, event: str, prefix: str, keep_outputs: bool = False
     ) -> EvalResult:
-        self._prepare_model(False)
+        self._prepare_model()
         assert self.model is not None
         loader = self._loader(dataset, training=False)
         check_data_fits(self.model, loader, f"{prefix}_dataset")
@@ -419,7 +423,7 @@ class Trainer:
 
     def save_model(self, output_dir: str | None = None, overwrite_output_dir: bool = False) -> None:
         """Write the weights, config and tokenizer as a Hugging Face model folder."""
-        self._prepare_model(False)
+        self._prepare_model()
         assert self.strategy is not None
         target = Path(output_dir or self.args.output_dir)
         existing = sorted(target.glob("model*.safetensors")) if target.is_dir() else []

@@ -256,4 +256,4 @@ def test_compiled_model_trains_as_eager_under_autocast_on_a_gpu(attention: str) 
         loss.backward()
         grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
     for name, grad in grads[0].items():
-        assert (grads[1][name] - grad).norm() < 0.03 * grad.norm(), name
+        assert (grads[1][name] - grad).norm() < 0.06 * grad.norm(), name

@@ -139,9 +139,13 @@ def test_what_cannot_be_trained_is_said(model, batch, message):
         Objective(model).loss(model, batch, num_targets=9, own=9)
 
 
-def test_a_batch_without_targets_evaluates_to_nothing():
-    model = tiny_decoder()
-    total, _, _, _ = Objective(model).evaluate(
-        model, {"input_ids": IDS, "labels": torch.full_like(IDS, -100)}
-    )
-    assert total.item() == 0
+@pytest.mark.parametrize("make", [tiny_decoder, tiny_llama, ReturnsObject, ReturnsLogits])
+def test_a_batch_without_targets_is_worth_nothing(make):
+    model = make()
+    batch = {"input_ids": IDS, "labels": torch.full_like(IDS, -100)}
+    total, count, _, _ = Objective(model).evaluate(model, batch)
+    assert total.item() == 0 and count == 0
+    loss = Objective(model).loss(model, batch, num_targets=5, own=0)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from headway.data.counting import count_targets
 from headway.errors import ConfigError
-from headway.strategies.objective import Count, Objective
+from headway.strategies.objective import Count, Objective, weigh_mean
 
 LossFn = Callable[[Any, Any, Any], Tensor]
 _PREFERENCE_KEY = "chosen_input_ids"
@@ -34,11 +33,7 @@ class LossFnObjective(Objective):
         if self._loss_fn is None:
             _refuse_preferences(batch)
             return super().loss(model, batch, num_targets, own)
-        if isinstance(own, int) and own == 0:
-            # A mean over nothing is not a number, and no weight of 0 would make it one.
-            return torch.zeros((), requires_grad=True)
-        value = self._value(model, batch, own)
-        return value if own is num_targets else value * (own / num_targets)
+        return weigh_mean(self._value(model, batch, own), own, num_targets)
 
     def evaluate(
         self, model: Callable[..., Any], batch: Any, *, with_logits: bool = False
@@ -47,9 +42,7 @@ class LossFnObjective(Objective):
             _refuse_preferences(batch)
             return super().evaluate(model, batch, with_logits=with_logits)
         own = count_targets(batch)
-        if isinstance(own, int) and own == 0:
-            return None, 0, None, None
-        return self._value(model, batch, own).detach() * own, own, None, None
+        return weigh_mean(self._value(model, batch, own).detach(), own, 1), own, None, None
 
     def _value(self, model: Callable[..., Any], batch: Any, own: Count) -> Tensor:
         assert self._loss_fn is not None

@@ -38,10 +38,8 @@ class _LossFnTrainer(HeadwayTrainer):
         self._loss_fn = loss_fn
         self._bridge = bridge
 
-    def _prepare_model(self, resumes: bool) -> None:
-        super()._prepare_model(resumes)
-        assert self.model is not None
-        self._objective = LossFnObjective(self.model, self._loss_fn)
+    def _make_objective(self, model: nn.Module) -> LossFnObjective:
+        return LossFnObjective(model, self._loss_fn)
 
     def _evaluate_in_training(self) -> dict[str, float]:
         self._bridge.fire("eval_start")
