@@ -44,7 +44,7 @@ def examine(run_config: RunConfig) -> dict[str, Any]:
     from headway.data.loader import WindowLoader
     from headway.optim.build import build_scheduler
     from headway.trainers import from_config
-    from headway.trainers.plan import accumulation_steps, plan_run, sample_length
+    from headway.trainers.plan import accumulation_steps, has_length, plan_run, sample_length
     from headway.trainers.preflight import check_data_fits
 
     args = run_config.args
@@ -62,7 +62,7 @@ def examine(run_config: RunConfig) -> dict[str, Any]:
         collate_fn=collator,
         seed=max(0, args.seed),
         drop_last=args.dataloader_drop_last,
-        epoch_batches=None if _has_length(train) else args.epoch_train_steps * accumulation,
+        epoch_batches=None if has_length(train) else args.epoch_train_steps * accumulation,
     )
     check_data_fits(model, loader, "data.train")
     if held_out is not None:
@@ -86,7 +86,7 @@ def examine(run_config: RunConfig) -> dict[str, Any]:
         "steps_per_epoch": plan.steps_per_epoch,
         "epochs": None if steps is None else steps / plan.steps_per_epoch,
         "train_samples": loader.num_samples,
-        "eval_samples": len(held_out) if held_out is not None and _has_length(held_out) else None,
+        "eval_samples": len(held_out) if held_out is not None and has_length(held_out) else None,
         "samples_per_step": batch,
         "accumulation": accumulation,
         "sequence_length": length,
@@ -98,10 +98,6 @@ def examine(run_config: RunConfig) -> dict[str, Any]:
         "output_dir": args.output_dir,
         "first_sample": _first_sample(train, tokenizer),
     }
-
-
-def _has_length(dataset: Any) -> bool:
-    return hasattr(dataset, "__len__")
 
 
 def _weight_bytes(model: Any) -> int:

@@ -22,7 +22,7 @@ from headway.errors import ConfigError
 
 MARKER = ".headway-demo"
 PROMPT = "def "
-STEPS = 900
+STEPS = 700
 _MADE_BY_US = ("data", "model", "run", "runs", "checkpoint-*", "demo.yaml", "trainer_logs*.jsonl")
 _SAMPLE_TOKENS = 240
 
@@ -36,6 +36,7 @@ model:
   hidden_size: 128
   num_layers: 4
   num_heads: 4
+  qk_norm: true                # lets the learning rate be this high
   max_seq_len: 512
   eos_token_id: 256
   pad_token_id: 257
