@@ -22,7 +22,7 @@ from headway.errors import ConfigError
 
 MARKER = ".headway-demo"
 PROMPT = "def "
-STEPS = 700
+STEPS = 800
 _MADE_BY_US = ("data", "model", "run", "runs", "checkpoint-*", "demo.yaml", "trainer_logs*.jsonl")
 _SAMPLE_TOKENS = 240
 
