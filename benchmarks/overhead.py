@@ -2,7 +2,8 @@
 
 One tiny transformers model, the same data, AdamW (fused), clipping, linear schedule and a log every
 ten steps in each. The systems take turns for several rounds in one process, so that a slow moment
-of the machine hits them alike; each one's figure is its best round, the least disturbed one.
+of the machine hits them alike; each one's figure is its best round, the least disturbed one. Run it
+on an idle machine.
 Also: the cost of an event that nobody listens to, and of starting at sample 10^9.
 
     python benchmarks/overhead.py [--rounds 7] [--steps 300] [--write]
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import importlib.metadata
+import importlib
 import io
 import logging
 import os
@@ -24,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
@@ -158,13 +160,21 @@ def run_transformers(data: list, steps: int, folder: str) -> float:
     return watch.seconds_per_step
 
 
+def import_lightning() -> Any:
+    """Lightning goes by two package names."""
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(f"{name}.loggers")
+            return importlib.import_module(name)
+    raise SystemExit("Lightning is not installed: pip install 'headway[bench]'")
+
+
 def run_lightning(data: list, steps: int, folder: str) -> float:
-    import lightning
-    from lightning.pytorch.loggers import CSVLogger
+    pl = import_lightning()
 
     watch = Stopwatch(steps)
 
-    class Module(lightning.LightningModule):
+    class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.model = make_model().train()
@@ -185,11 +195,11 @@ def run_lightning(data: list, steps: int, folder: str) -> float:
         def on_train_batch_end(self, *args) -> None:
             watch.step()
 
-    lightning.Trainer(
+    pl.Trainer(
         accelerator="cpu",
         max_steps=steps,
         log_every_n_steps=10,
-        logger=CSVLogger(folder),
+        logger=pl.loggers.CSVLogger(folder),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -252,10 +262,8 @@ def far_start_seconds() -> float:
 
 def report(found: dict[str, list[float]], rounds: int, steps: int) -> str:
     bare = min(found["bare loop"])
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}"
-        for name in ("torch", "transformers", "lightning", "headway")
-    )
+    packages = ("torch", "transformers", import_lightning().__name__.split(".")[0])
+    versions = ", ".join(f"{name} {importlib.import_module(name).__version__}" for name in packages)
     lines = [
         f"# Overhead per step, {datetime.date.today()}",
         "",

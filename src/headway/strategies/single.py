@@ -6,6 +6,7 @@ of the contract is the identity here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ class SingleDevice(Strategy):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._moves = device.type != "cpu"
+        self._moves = self._reading_waits = device.type != "cpu"
         self._model: nn.Module | None = None
         self._parameters: list[nn.Parameter] = []
 
@@ -77,13 +78,14 @@ class SingleDevice(Strategy):
         return norm
 
     def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
-        # Non-finite anywhere makes the sum non-finite.
-        finite = torch.isfinite(loss + grad_norm)
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        # Anything not finite in the two makes their sum so.
+        total = loss + grad_norm
+        if self._reading_waits and getattr(optimizer, "_step_supports_amp_scaling", False):
             # The fused kernels read the flag on the device and leave weights and state alone.
-            optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            # A finite number minus itself is 0; no other is.
+            optimizer.found_inf = (total - total != 0).float()  # type: ignore[attr-defined]
             optimizer.step()
-        elif bool(finite):  # no such kernel: the host has to look, once a step
+        elif math.isfinite(total.item()):  # free on the CPU; elsewhere one look per step
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

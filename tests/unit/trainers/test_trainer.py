@@ -51,13 +51,23 @@ OPTIMIZERS = {
 }
 
 
+def as_if_reading_waited(trainer):
+    """Take the path of an accelerator, where the host must not look at a value."""
+    trainer._prepare_model()
+    trainer.strategy._reading_waits = True
+    return trainer
+
+
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_non_finite_step_never_reaches_the_weights(tmp_path, optimizer):
+def test_a_non_finite_step_never_reaches_the_weights(tmp_path, optimizer, on_device):
     keep = KeepWeights()
     trainer = tiny_trainer(
         tmp_path, [Poison(2), keep], max_steps=4, nonfinite_action="skip", logging_steps=4
     )
     trainer._optimizer_cls_and_kwargs = OPTIMIZERS[optimizer]
+    if on_device:
+        as_if_reading_waited(trainer)
     trainer.train()
     assert not torch.equal(keep.weights[0], keep.weights[1])
     assert torch.equal(keep.weights[1], keep.weights[2]), "step 3 was withheld"
@@ -116,7 +126,7 @@ def test_no_host_sync_between_log_steps(tmp_path):
     trainer = tiny_trainer(
         tmp_path, [count], num_samples=64, max_steps=12, logging_steps=4, max_grad_norm=1.0
     )
-    trainer.train()
+    as_if_reading_waited(trainer).train()
     assert len(count.between) == 3, "two intervals, and what follows the last log"
     for found in count.between[:2]:
         assert [sync.function for sync in found.records] == ["_to_host"], found.report()
