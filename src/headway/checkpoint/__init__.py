@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     )
     from headway.checkpoint.retention import Entry, choose_deletions
     from headway.checkpoint.rng import RNGState
-    from headway.checkpoint.tied import split_ties
     from headway.checkpoint.writer import CheckpointContents
+    from headway.models.ties import split_ties
 
 _MODULES = {
     "CheckpointContents": "writer",
@@ -46,7 +46,7 @@ _MODULES = {
     "is_better": "best",
     "lookup_metric": "best",
     "read_manifest": "manifest",
-    "split_ties": "tied",
+    "split_ties": ".models.ties",
     "validate_checkpoint": "discovery",
     "verify": "manifest",
 }
@@ -78,4 +78,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

@@ -1,7 +1,7 @@
 """A module's tensors by name, out of the module and back into it.
 
 Owns: the names under which weights are stored, strict matching at load, copying into live tensors.
-Does not own: tie detection (tied.py), files (tensors.py), or the choice of module (strategies).
+Does not own: tie detection (models/ties.py), files (tensors.py), the choice of module (strategies).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import nn
 
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.tensors import ShardReader
-from headway.checkpoint.tied import input_embedding_names, split_ties
 from headway.errors import nearest
+from headway.models.ties import input_embedding_names, listed_ties, split_ties
 
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _EXTRA_STATE = "_extra_state"
@@ -61,7 +61,7 @@ def collect_model(model: nn.Module) -> ModelTensors:
     preferred = input_embedding_names(model)
     if preferred is not None:
         preferred = {clean_name(name) for name in preferred}
-    stored, aliases = split_ties(by_name, preferred)
+    stored, aliases = split_ties(by_name, preferred, set(map(clean_name, listed_ties(model))))
     return ModelTensors(by_name, stored, aliases, extra)
 
 

@@ -1,7 +1,8 @@
 """Named tensors in safetensors shards with a Hugging Face style index.
 
-Owns: the shard plan, writing (streamed, digested on the way) and reading by name.
-Does not own: which tensors there are (model.py, optimizer.py) or the checkpoint's completeness.
+Owns: writing (streamed, digested on the way) and reading by name.
+Does not own: which tensors there are (model.py, optimizer.py), the split into files
+(models/shards.py) or the checkpoint's completeness.
 The files are written here rather than by the safetensors library, whose writer needs the whole
 shard in memory a second time or a second read for the digest; they are read by the library.
 """
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from headway.checkpoint.digest import DEFAULT_DIGEST
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.storage import DigestWriter, FileRecord, Storage, check_name
+from headway.models.shards import index_name, plan_shards, shard_name
 
 MAX_SHARD_BYTES = 2**31
 
@@ -57,6 +59,11 @@ def why_not_storable(tensor: torch.Tensor) -> str | None:
     return None
 
 
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's values."""
+    return tensor.numel() * tensor.element_size()
+
+
 def _raw_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.is_complex():
@@ -79,7 +86,7 @@ def write_tensor_file(
     offset = 0
     for name in order:
         tensor = tensors[name]
-        end = offset + tensor.numel() * tensor.element_size()
+        end = offset + num_bytes(tensor)
         header[name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -95,25 +102,6 @@ def write_tensor_file(
     return writer.record
 
 
-def plan_shards(tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list[list[str]]:
-    """Names per shard, in order; a shard exceeds the limit only if one tensor alone does."""
-    shards: list[list[str]] = []
-    room_bytes = 0
-    for name in sorted(tensors):
-        num_bytes = tensors[name].numel() * tensors[name].element_size()
-        if not shards or num_bytes > room_bytes:
-            shards.append([])
-            room_bytes = max_shard_bytes
-        shards[-1].append(name)
-        room_bytes -= num_bytes
-    return shards
-
-
-def index_name(prefix: str) -> str:
-    """The index file of a set of shards."""
-    return f"{prefix}.safetensors.index.json"
-
-
 def write_shards(
     directory: Path,
     prefix: str,
@@ -126,24 +114,31 @@ def write_shards(
 ) -> dict[str, FileRecord]:
     """Write `<prefix>-0000k-of-0000n.safetensors` and the index; returns a record per file."""
     storage = storage or Storage(directory)
-    shards = plan_shards(tensors, max_shard_bytes)
+    shards = plan_shards({name: num_bytes(t) for name, t in tensors.items()}, max_shard_bytes)
     records: dict[str, FileRecord] = {}
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
-        file_name = f"{prefix}-{number:05d}-of-{len(shards):05d}.safetensors"
+        file_name = shard_name(number, len(shards), prefix)
         part = {name: tensors[name] for name in names}
         records[file_name] = write_tensor_file(storage, directory / file_name, part, digest)
         weight_map.update(dict.fromkeys(names, file_name))
-    total_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    index = {
-        "metadata": {"total_size": total_bytes, "headway_aliases": dict(aliases or {})},
-        "weight_map": weight_map,
-    }
-    text = json.dumps(index, indent=2, sort_keys=True).encode()
+    total_bytes = sum(num_bytes(tensor) for tensor in tensors.values())
+    text = index_text(weight_map, total_bytes, aliases or {})
     records[index_name(prefix)] = storage.write_bytes(
         directory / index_name(prefix), text, digest=digest
     )
     return records
+
+
+def index_text(
+    weight_map: Mapping[str, str], total_bytes: int, aliases: Mapping[str, str]
+) -> bytes:
+    """The content of an index: file by tensor name, and the other names of tied weights."""
+    index = {
+        "metadata": {"total_size": total_bytes, "headway_aliases": dict(aliases)},
+        "weight_map": dict(weight_map),
+    }
+    return json.dumps(index, indent=2, sort_keys=True).encode()
 
 
 class ShardReader:

@@ -1,7 +1,8 @@
-"""Hugging Face model folders: writing a model as one, reading one, and tied weights in both.
+"""Hugging Face model folders: writing a model as one and reading one.
 
-Owns: `save_pretrained`, `load_pretrained`, `load_causal_lm`, tie detection for any module.
-Does not own: training checkpoints (checkpoint/), configurations' spelling (hf_config.py).
+Owns: `save_pretrained`, `load_pretrained`, `load_causal_lm`, putting named tensors into a module.
+Does not own: training checkpoints (checkpoint/), configurations' spelling (hf_config.py), which
+names are one tensor (ties.py), the split into files (shards.py).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from headway.errors import ConfigError, missing_extra
 from headway.models.config import DecoderConfig, check_fields
 from headway.models.decoder import Decoder
 from headway.models.hf_config import from_hf_config, is_supported_family, to_hf_config
+from headway.models.shards import index_name, plan_shards, shard_name
+from headway.models.ties import input_embedding_names, listed_ties, split_ties, tensor_identity
 
-WEIGHTS_INDEX = "model.safetensors.index.json"
+WEIGHTS_INDEX = index_name()
 SINGLE_WEIGHTS = "model.safetensors"
 DEFAULT_SHARD_BYTES = 5 * 1024**3
 _DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -40,45 +43,16 @@ def hf_config_of(model: nn.Module) -> dict[str, Any] | None:
 
 
 def state_for_export(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """A module's tensors by name, sorted, each once, and the names that alias another's tensor.
-
-    Of several names for one tensor the canonical one is the first in the state dict that the
-    model does not itself list as tied.
-    """
+    """A module's tensors by name, sorted, each once, and the names that alias another's tensor."""
     state = model.state_dict(keep_vars=True)
-    tied = _listed_ties(model)
-    groups: dict[object, list[str]] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise ConfigError(
                 f"the model's state {name!r} is a {type(value).__name__}; only tensors can be "
                 "stored (return tensors from get_extra_state, or none)"
             )
-        groups.setdefault(_identity(value), []).append(name)
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    for names in groups.values():
-        canonical = next((name for name in names if name not in tied), names[0])
-        tensors[canonical] = state[canonical].detach()
-        aliases |= {name: canonical for name in names if name != canonical}
-    return dict(sorted(tensors.items())), dict(sorted(aliases.items()))
-
-
-def _listed_ties(model: nn.Module) -> set[str]:
-    names: set[str] = set()
-    for prefix, module in model.named_modules():
-        listed = getattr(module, "_tied_weights_keys", None) or ()
-        names |= {f"{prefix}.{name}" if prefix else name for name in listed}
-    return names
-
-
-def _identity(tensor: Tensor) -> object:
-    """Equal for two state entries exactly when they are one tensor in memory."""
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.is_meta:
-        return id(tensor)
-    if tensor.numel() == 0 or tensor.layout != torch.strided:
-        return id(tensor)
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    tensors, aliases = split_ties(state, input_embedding_names(model), listed_ties(model))
+    return {name: tensor.detach() for name, tensor in tensors.items()}, aliases
 
 
 def load_state(
@@ -92,7 +66,7 @@ def load_state(
     aliases = dict(aliases or {})
     by_identity: dict[object, list[str]] = {}
     for name, value in state.items():
-        by_identity.setdefault(_identity(value), []).append(name)
+        by_identity.setdefault(tensor_identity(value), []).append(name)
     sources: dict[str, Tensor] = {}
     problems = []
     for names in by_identity.values():
@@ -161,7 +135,7 @@ def save_pretrained(
         _write_json(folder / "config.json", config)
         _write_json(folder / "generation_config.json", generation_config(config))
     tensors, _ = state_for_export(model)
-    shards = split_shards({name: _num_bytes(t) for name, t in tensors.items()}, max_shard_bytes)
+    shards = plan_shards({name: _num_bytes(t) for name, t in tensors.items()}, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = shard_name(number, len(shards))
@@ -184,24 +158,6 @@ def generation_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     given = {name: hf_config[name] for name in names if hf_config.get(name) is not None}
     return {"_from_model_config": True, **given}
-
-
-def split_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
-    """Names dealt in order to shards of at most `max_shard_bytes`, a larger tensor alone."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if shards[-1] and filled + size > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
-
-
-def shard_name(number: int, count: int) -> str:
-    """The file name of shard `number` (from 1) of `count`."""
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def _num_bytes(tensor: Tensor) -> int:

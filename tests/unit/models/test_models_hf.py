@@ -204,3 +204,17 @@ def test_a_state_that_is_no_tensor_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="_extra_state"):
         state_for_export(Extra(2, 2))
+
+
+def test_a_name_that_the_model_lists_as_tied_is_never_the_stored_one() -> None:
+    class Listed(nn.Module):
+        _tied_weights_keys = ("decoder.weight",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = nn.Embedding(3, 2)
+            self.shared = nn.Embedding(3, 2)
+            self.decoder.weight = self.shared.weight
+
+    # Both are embeddings and "decoder" comes first by name: only the list decides.
+    assert state_for_export(Listed())[1] == {"decoder.weight": "shared.weight"}
