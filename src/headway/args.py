@@ -118,6 +118,10 @@ class MinimalTrainingArguments(Arguments):
     """Save at this interval, a duration; in place of `save_strategy` and `save_steps`."""
     save_total_limit: int | None = 2
     """Newest checkpoints to keep, beside the protected best ones. None: keep all."""
+    keep_every_n_steps: int | None = None
+    """Checkpoints at multiples of this step are kept for good, beside `save_total_limit`."""
+    save_on_error: bool = False
+    """When a run fails, save the last completed step before the error goes on."""
     save_safetensors: bool = True
     """Weights are always written as safetensors; False is refused."""
     save_on_each_node: bool = False
@@ -126,6 +130,10 @@ class MinimalTrainingArguments(Arguments):
     """Permit a fresh run in an `output_dir` that already holds one."""
     resume_from_checkpoint: bool | str = True
     """True: continue from the newest checkpoint if any. False: start fresh. Text: that folder."""
+    on_damaged_checkpoint: str = "fallback"
+    """When the newest checkpoint is damaged: `fallback` to the one before it, or `stop`."""
+    load_components: list[str] | None = None
+    """What a resume restores: model, optimizer, scheduler, trainer, ... None: everything."""
     load_best_model_at_end: bool = False
     """Go back to the best checkpoint's weights when training ends."""
     metric_for_best_model: str = "loss"

@@ -79,7 +79,7 @@ CASES = [
       for option in ("per_device_train_batch_size", "per_device_eval_batch_size",
                      "global_batch_size", "global_batch_tokens", "epoch_train_steps",
                      "save_total_limit", "preserve_n_best", "dataloader_prefetch_factor",
-                     "dynamo_recompile_limit")],
+                     "dynamo_recompile_limit", "keep_every_n_steps")],
     ("H20", "pipeline", {"n_microbatches": 0}, "n_microbatches must be 1 or more"),
     ("H20", "ddp", {"ddp.bucket_cap_mb": 0}, "ddp.bucket_cap_mb must be 1 or more"),
     ("H20", "ddp", {"post_local_sgd.period": 0}, "post_local_sgd.period must be 1 or more"),
@@ -110,6 +110,9 @@ CASES = [
     ("H46", "single", {"float32_matmul_precision": "low"}, "unknown float32_matmul_precision"),
     ("H47", "fsdp2", {"fsdp2.reshard_after_forward": 1}, "reshard_after_forward must be"),
     ("H48", "single", {"lr_scheduler_type": "cosin"}, "did you mean 'cosine'"),
+    ("H49", "single", {"on_damaged_checkpoint": "ignore"}, "unknown on_damaged_checkpoint"),
+    ("H50", "single", {"load_components": ["model", "optimiser"]}, "did you mean 'optimizer'"),
+    ("H50", "single", {"load_components": []}, "load_components is an empty list"),
 ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from headway.checkpoint.manifest import is_committed
 from headway.checkpoint.owner import NONCE_PATTERN, owner_state
+from headway.checkpoint.pins import is_pinned
 from headway.checkpoint.storage import Storage
 
 ELSEWHERE_AGE_S = 24 * 3600.0
@@ -42,7 +43,8 @@ def clean_leftovers(storage: Storage) -> list[str]:
     """Clean up after processes that are gone; returns the names dealt with.
 
     Temporary and trash directories are deleted. A checkpoint that was moved aside for a successor
-    is deleted if the successor is committed, and gets its own name back if there is none.
+    is deleted if the successor is committed (unless it is pinned), and gets its own name back if
+    there is none.
     """
     done = []
     for name in storage.list_dirs():
@@ -67,7 +69,7 @@ def _clean_one(storage: Storage, path: Path, match: re.Match[str]) -> bool:
         storage.sync_dir(storage.root)
         logger.warning("restored %s, which an interrupted save had moved aside", successor)
         return True
-    if match["what"] == "old" and not is_committed(successor):
+    if match["what"] == "old" and (is_pinned(path) or not is_committed(successor)):
         return False
     storage.remove_tree(path)
     return True

@@ -34,6 +34,7 @@ from headway.checkpoint.manifest import (
     write_manifest,
 )
 from headway.checkpoint.owner import new_nonce
+from headway.checkpoint.pins import is_pinned
 from headway.checkpoint.reader import load_contents, load_weights
 from headway.checkpoint.retention import Entry, choose_deletions, rank_by_metric
 from headway.checkpoint.storage import Storage
@@ -54,6 +55,12 @@ class LoadedCheckpoint:
     trainer_state: dict[str, Any]
 
 
+def _lifetime(permanent: bool, ephemeral: bool) -> dict[str, Any]:
+    if permanent and ephemeral:
+        raise ConfigError("a checkpoint is permanent or ephemeral, not both")
+    return {"permanent": True} if permanent else {"ephemeral": True} if ephemeral else {}
+
+
 class CheckpointManager:
     """The checkpoints of one run directory, written and read by one process."""
 
@@ -64,20 +71,26 @@ class CheckpointManager:
         save_total_limit: int | None = 2,
         preserve_n_best: int = 0,
         greater_is_better: bool = False,
+        keep_every_n_steps: int | None = None,
         digest: str = DEFAULT_DIGEST,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         topology: Mapping[str, Any] | None = None,
         storage: Storage | None = None,
     ) -> None:
-        choose_deletions([], limit=save_total_limit, num_best=preserve_n_best)  # checks the two
+        self._retention: dict[str, Any] = {
+            "limit": save_total_limit,
+            "num_best": preserve_n_best,
+            "greater_is_better": greater_is_better,
+            "keep_every_n_steps": keep_every_n_steps,
+        }
+        choose_deletions([], **self._retention)  # checks the settings
         new_hasher(digest)
         if max_shard_bytes < 1:
             raise ConfigError(f"max_shard_bytes is {max_shard_bytes}; allowed: at least 1")
         self.output_dir = Path(output_dir).absolute()
         self.pinned: set[str] = set()
-        """Directory names that retention leaves alone for as long as this object lives."""
-        self._save_total_limit = save_total_limit
-        self._preserve_n_best = preserve_n_best
+        """Directory names that retention leaves alone for as long as this object lives; a pin
+        that lasts is `pins.pin`."""
         self._greater_is_better = greater_is_better
         self._digest = digest
         self._max_shard_bytes = max_shard_bytes
@@ -97,13 +110,15 @@ class CheckpointManager:
         metric: float | None = None,
         kind: str = "training",
         permanent: bool = False,
+        ephemeral: bool = False,
         before_commit: Callable[[Path], None] | None = None,
     ) -> Path:
         """Write one checkpoint and return its directory once it is complete on the disk.
 
         `metric` is the value that ranks it among the best; `metrics` (all evaluation results) go
         to `eval_metrics.json`. `before_commit` gets the directory before the manifest is written
-        and may add files. A `permanent` checkpoint is never retired. If anything fails, the error
+        and may add files. A `permanent` checkpoint is never retired, an `ephemeral` one goes as
+        soon as a newer one is there. If anything fails, the error
         propagates, nothing half-written stays and earlier checkpoints are untouched.
         """
         if kind not in DIR_PREFIXES:
@@ -140,7 +155,7 @@ class CheckpointManager:
                 created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 metrics=dict(metrics) if metrics is not None else None,
                 metric=None if metric is None else float(metric),
-                metadata={"permanent": True} if permanent else {},
+                metadata=_lifetime(permanent, ephemeral),
             )
             write_manifest(temporary, manifest, self._storage)
             self._publish(temporary, final, nonce)
@@ -173,8 +188,10 @@ class CheckpointManager:
                     logger.warning("%s keeps the name %s: %s", final, aside.name, error)
             raise
         self._storage.sync_dir(self.output_dir)
-        if aside is not None and was_committed:
+        if aside is not None and was_committed and not is_pinned(aside):
             self._storage.remove_tree(aside)
+        elif aside is not None and was_committed:
+            logger.warning("%s was pinned; it is now %s beside its successor", final, aside.name)
         elif aside is not None:
             logger.warning(
                 "%s was there without a valid manifest; it is now %s and was not deleted",
@@ -199,20 +216,15 @@ class CheckpointManager:
                 step=checkpoint.step,
                 metric=checkpoint.manifest.metric,
                 permanent=bool(checkpoint.manifest.metadata.get("permanent")),
-                pinned=checkpoint.path.name in self.pinned,
+                pinned=checkpoint.path.name in self.pinned or is_pinned(checkpoint.path),
                 kind=checkpoint.kind,
+                ephemeral=bool(checkpoint.manifest.metadata.get("ephemeral")),
             )
             for checkpoint in self.list()
         ]
 
     def _retire(self) -> None:
-        victims = choose_deletions(
-            self._entries(),
-            limit=self._save_total_limit,
-            num_best=self._preserve_n_best,
-            greater_is_better=self._greater_is_better,
-        )
-        for name in victims:
+        for name in choose_deletions(self._entries(), **self._retention):
             self._storage.remove_tree(self.output_dir / name)
 
     def clean_leftovers(self) -> list[str]:

@@ -1,6 +1,7 @@
 """Which checkpoints may go, as a pure function of the committed list.
 
-Owns: the rule. Does not own: the deletion (manager.py) or what makes a metric better (best.py).
+Owns: the rule. Does not own: the deletion (manager.py), where a pin is noted (pins.py) or what
+makes a metric better (best.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ class Entry:
     permanent: bool = False
     pinned: bool = False
     kind: str = "training"
+    ephemeral: bool = False
+    """Made only to lose little work when the job is killed: goes when a newer one is there."""
+
+
+def _age(entry: Entry) -> tuple[int, int, str]:
+    return (entry.save_counter, entry.step, entry.id)
 
 
 def rank_by_metric(checkpoints: Sequence[Entry], *, greater_is_better: bool) -> list[Entry]:
@@ -42,29 +49,37 @@ def choose_deletions(
     limit: int | None,
     num_best: int = 0,
     greater_is_better: bool = False,
+    keep_every_n_steps: int | None = None,
 ) -> list[str]:
     """Ids to delete, oldest first.
 
-    The rule: set aside what is not of kind training, the permanent, the pinned and the `num_best`
-    best by metric. Of the rest the `limit` newest by save counter stay and the others go. So up to
-    `limit` + `num_best` ordinary checkpoints remain, the newest save is always among them, and
-    `limit=None` deletes nothing.
+    Set aside what is not of kind training, the permanent, the pinned, the `num_best` best by
+    metric and the multiples of `keep_every_n_steps`. Of the rest the newest save stays whatever it
+    is, other ephemeral ones go, and of the ordinary ones the `limit` newest by save counter stay
+    (`None`: all). So the newest training checkpoint is never deleted.
     """
+    _check(limit, num_best, keep_every_n_steps)
+    training = sorted((entry for entry in checkpoints if entry.kind == "training"), key=_age)
+    best = rank_by_metric(training, greater_is_better=greater_is_better)[:num_best]
+    best_ids = {entry.id for entry in best}
+    free = [
+        entry
+        for entry in training
+        if not (entry.permanent or entry.pinned or entry.id in best_ids)
+        and (keep_every_n_steps is None or entry.step % keep_every_n_steps != 0)
+    ]
+    ordinary = [entry for entry in free if not entry.ephemeral]
+    stay = {entry.id for entry in (ordinary if limit is None else ordinary[-limit:])}
+    stay.update(entry.id for entry in training[-1:])
+    return [entry.id for entry in free if entry.id not in stay]
+
+
+def _check(limit: int | None, num_best: int, keep_every_n_steps: int | None) -> None:
     if limit is not None and limit < 1:
         raise ConfigError(f"save_total_limit is {limit}; allowed: None (keep all) or at least 1")
     if num_best < 0:
         raise ConfigError(f"preserve_n_best is {num_best}; allowed: 0 or more")
-    if limit is None:
-        return []
-    best = rank_by_metric(checkpoints, greater_is_better=greater_is_better)[:num_best]
-    protected = {entry.id for entry in best}
-    ordinary = [
-        entry
-        for entry in checkpoints
-        if entry.kind == "training"
-        and not entry.permanent
-        and not entry.pinned
-        and entry.id not in protected
-    ]
-    ordinary.sort(key=lambda entry: (entry.save_counter, entry.step, entry.id))
-    return [entry.id for entry in ordinary[:-limit]]
+    if keep_every_n_steps is not None and keep_every_n_steps < 1:
+        raise ConfigError(
+            f"keep_every_n_steps is {keep_every_n_steps}; allowed: None (off) or at least 1"
+        )

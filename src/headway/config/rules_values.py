@@ -25,6 +25,8 @@ QAT_RECIPES = (
 SDPA_BACKENDS = ("cudnn", "efficient", "flash", "math")
 CONSTRUCT_ON = ("default", "device", "meta")
 COMPONENTS = ("dataset", "model", "optimizer", "rng", "scheduler", "trainer")
+LOADABLE = ("callbacks", *COMPONENTS)
+DAMAGED_POLICIES = ("fallback", "stop")
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_SPELLINGS = ("bf16", "bfloat16", "float16", "float32", "fp16", "fp32", "half")
 STAGE_TYPES = ("loop", "v")
@@ -155,6 +157,7 @@ def _number_rules() -> Iterator[tuple[tuple[str, ...], str, Any]]:
     yield (
         ("per_device_train_batch_size", "per_device_eval_batch_size", "global_batch_size",
          "global_batch_tokens", "epoch_train_steps", "save_total_limit", "preserve_n_best",
+         "keep_every_n_steps",
          "dataloader_prefetch_factor", "dynamo_recompile_limit", "n_microbatches",
          "stages_per_rank", "ddp.bucket_cap_mb", "post_local_sgd.period"),
         "1 or more.",
@@ -207,6 +210,8 @@ def _own_rules() -> Iterator[Rule]:
         ("H45", "torch_compile_mode", COMPILE_MODES),
         ("H46", "float32_matmul_precision", MATMUL_PRECISIONS),
         ("H48", "lr_scheduler_type", LR_SCHEDULES),
+        ("H49", "on_damaged_checkpoint", DAMAGED_POLICIES),
+        ("H50", "load_components", LOADABLE),
     )
     for label, option, allowed in names:
         text = f"{option} is one of {', '.join(allowed)}."

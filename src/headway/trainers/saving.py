@@ -54,6 +54,7 @@ class Saver:
             save_total_limit=args.save_total_limit,
             preserve_n_best=num_best,
             greater_is_better=bool(greater),
+            keep_every_n_steps=args.keep_every_n_steps,
             topology={"world_size": trainer.env.world_size, "strategy": "single"},
         )
 
