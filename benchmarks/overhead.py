@@ -2,8 +2,8 @@
 
 One tiny transformers model, the same data, AdamW (fused), clipping, linear schedule and a log every
 ten steps in each. The systems take turns for several rounds in one process, so that a slow moment
-of the machine hits them alike; each one's figure is its best round, the least disturbed one. Run it
-on an idle machine.
+of the machine hits them alike. The figure of each is its best stretch of ten steps, with its log:
+the stretch least disturbed by the rest of the machine.
 Also: the cost of an event that nobody listens to, and of starting at sample 10^9.
 
     python benchmarks/overhead.py [--rounds 7] [--steps 300] [--write]
@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import importlib
 import io
+import itertools
 import logging
 import os
 import platform
@@ -34,7 +35,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-WARMUP_STEPS = 30
+WARMUP_STEPS, STRETCH = 30, 10
 BATCH, LENGTH, VOCABULARY = 4, 16, 256
 
 
@@ -60,29 +61,27 @@ def make_data(num_samples: int) -> list[dict[str, torch.Tensor]]:
 
 
 class Stopwatch:
-    """Seconds per step from the end of the warm-up to the last step."""
+    """Seconds per step over each stretch of ten steps, a log among them, after the warm-up."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps, self.done, self.began, self.ended = steps, 0, 0.0, 0.0
+    def __init__(self) -> None:
+        self.done, self.marks = 0, []
 
     def step(self) -> None:
         self.done += 1
-        if self.done == WARMUP_STEPS:
-            self.began = time.perf_counter()
-        elif self.done == self.steps:
-            self.ended = time.perf_counter()
+        if self.done >= WARMUP_STEPS and self.done % STRETCH == 0:
+            self.marks.append(time.perf_counter())
 
     @property
-    def seconds_per_step(self) -> float:
-        return (self.ended - self.began) / (self.steps - WARMUP_STEPS)
+    def seconds_per_step(self) -> list[float]:
+        return [(b - a) / STRETCH for a, b in itertools.pairwise(self.marks)]
 
 
-def run_bare(data: list, steps: int, folder: str) -> float:
+def run_bare(data: list, steps: int, folder: str) -> list[float]:
     model = make_model().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     loader = DataLoader(data, batch_size=BATCH, shuffle=True)
-    watch, done, total = Stopwatch(steps), 0, torch.zeros(())
+    watch, done, total = Stopwatch(), 0, torch.zeros(())
     while done < steps:
         for batch in loader:
             loss = model(**batch).loss
@@ -102,10 +101,10 @@ def run_bare(data: list, steps: int, folder: str) -> float:
     return watch.seconds_per_step
 
 
-def run_headway(data: list, steps: int, folder: str) -> float:
+def run_headway(data: list, steps: int, folder: str) -> list[float]:
     from headway import Trainer, TrainerCallback, TrainingArguments
 
-    watch = Stopwatch(steps)
+    watch = Stopwatch()
 
     class Watch(TrainerCallback):
         def on_step_end(self) -> None:
@@ -130,10 +129,10 @@ def run_headway(data: list, steps: int, folder: str) -> float:
     return watch.seconds_per_step
 
 
-def run_transformers(data: list, steps: int, folder: str) -> float:
+def run_transformers(data: list, steps: int, folder: str) -> list[float]:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    watch = Stopwatch(steps)
+    watch = Stopwatch()
 
     class Watch(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs) -> None:
@@ -169,10 +168,10 @@ def import_lightning() -> Any:
     raise SystemExit("Lightning is not installed: pip install 'headway[bench]'")
 
 
-def run_lightning(data: list, steps: int, folder: str) -> float:
+def run_lightning(data: list, steps: int, folder: str) -> list[float]:
     pl = import_lightning()
 
-    watch = Stopwatch(steps)
+    watch = Stopwatch()
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -209,7 +208,7 @@ def run_lightning(data: list, steps: int, folder: str) -> float:
     return watch.seconds_per_step
 
 
-SYSTEMS: dict[str, Callable[[list, int, str], float]] = {
+SYSTEMS: dict[str, Callable[[list, int, str], list[float]]] = {
     "bare loop": run_bare,
     "Headway": run_headway,
     "HF Trainer": run_transformers,
@@ -228,7 +227,7 @@ def measure(rounds: int, steps: int) -> dict[str, list[float]]:
                 quiet,
                 contextlib.redirect_stdout(io.StringIO()),
             ):
-                found[name].append(run(data, steps, folder))
+                found[name] += run(data, steps, folder)
     return found
 
 
@@ -271,7 +270,7 @@ def report(found: dict[str, list[float]], rounds: int, steps: int) -> str:
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, 1 thread, "
         f"Python {platform.python_version()}; {versions}.",
         "",
-        "| system | best round, us/step | median round | above the bare loop, us |",
+        "| system | best, us/step | median | best above the bare loop, us |",
         "|---|---|---|---|",
     ]
     for name, times in found.items():
