@@ -293,7 +293,8 @@ COMMANDS: list[tuple[str, list[str], tuple[str, ...]]] = [
      ("a.jsonl:1", "body", "text")),
     ("prepare, not JSON", ["data", "prepare", "bad.jsonl", "-o", "o.hwt"], ("bad.jsonl:1",)),
     ("prepare, empty", ["data", "prepare", "empty.txt", "-o", "o.hwt"], ("empty",)),
-    ("prepare below a file", ["data", "prepare", "text.txt", "-o", "text.txt/o.hwt"], ("text.txt",)),
+    ("prepare below a file", ["data", "prepare", "text.txt", "-o", "text.txt/o.hwt"],
+     ("text.txt",)),
     ("inspect nothing", ["data", "inspect", "no.hwt"], ("no.hwt", "exist")),
     ("inspect a broken file", ["data", "inspect", "bad.hwt"], ("bad.hwt",)),
     ("inspect a cut file", ["data", "inspect", "cut.hwt"], ("cut.hwt",)),
@@ -402,7 +403,8 @@ def ids(*values: int) -> list[dict[str, list[int]]]:
 
 API: list[tuple[str, Callable[[Path], Any], tuple[str, ...]]] = [
     ("model without a loss", lambda p: trainer(p, model=NoLoss()).train(), ("NoLoss", "no loss")),
-    ("misspelt hook", lambda p: trainer(p, callbacks=[Misspelt()]), ("on_step_ends", "on_step_end")),
+    ("misspelt hook", lambda p: trainer(p, callbacks=[Misspelt()]),
+     ("on_step_ends", "'on_step_end'")),
     ("no model", lambda p: Trainer(args={"use_cpu": True}), ("model", "model_init")),
     ("no data", lambda p: trainer(p, train_dataset=None).train(), ("train_dataset",)),
     ("empty data", lambda p: trainer(p, train_dataset=[]).train(), ("empty",)),
