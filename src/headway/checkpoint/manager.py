@@ -11,7 +11,7 @@ import datetime
 import importlib.metadata
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import nn
 
 import headway
 from headway.checkpoint import leftovers
+from headway.checkpoint.contents import CheckpointContents
 from headway.checkpoint.digest import DEFAULT_DIGEST, new_hasher
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.manifest import (
@@ -35,11 +36,14 @@ from headway.checkpoint.manifest import (
 )
 from headway.checkpoint.owner import new_nonce
 from headway.checkpoint.pins import is_pinned
+from headway.checkpoint.ranks import Ranks, SoloRanks
 from headway.checkpoint.reader import load_contents, load_weights
 from headway.checkpoint.retention import Entry, choose_deletions, rank_by_metric
+from headway.checkpoint.staged import StagedCheckpoint
+from headway.checkpoint.staging import Stager
 from headway.checkpoint.storage import Storage
 from headway.checkpoint.tensors import MAX_SHARD_BYTES
-from headway.checkpoint.writer import CheckpointContents, ContentsWriter
+from headway.checkpoint.writer import NUM_THREADS, ContentsWriter
 from headway.errors import ConfigError, unknown
 
 logger = logging.getLogger(__name__)
@@ -55,6 +59,19 @@ class LoadedCheckpoint:
     trainer_state: dict[str, Any]
 
 
+@dataclass
+class PendingSave:
+    """A save whose state has been copied and is yet to be written."""
+
+    staged: StagedCheckpoint
+    step: int
+    kind: str
+    metrics: dict[str, Any] | None
+    metric: float | None
+    metadata: dict[str, Any]
+    before_commit: Callable[[Path], None] | None
+
+
 def _lifetime(permanent: bool, ephemeral: bool) -> dict[str, Any]:
     if permanent and ephemeral:
         raise ConfigError("a checkpoint is permanent or ephemeral, not both")
@@ -62,7 +79,11 @@ def _lifetime(permanent: bool, ephemeral: bool) -> dict[str, Any]:
 
 
 class CheckpointManager:
-    """The checkpoints of one run directory, written and read by one process."""
+    """The checkpoints of one run directory, written and read by one process or by several ranks.
+
+    With several, every rank has a manager of its own with its `ranks`, and all of them call `save`,
+    `stage`, `write`, `resolve(True)` and `load` together.
+    """
 
     def __init__(
         self,
@@ -76,6 +97,8 @@ class CheckpointManager:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         topology: Mapping[str, Any] | None = None,
         storage: Storage | None = None,
+        ranks: Ranks | None = None,
+        num_threads: int = NUM_THREADS,
     ) -> None:
         self._retention: dict[str, Any] = {
             "limit": save_total_limit,
@@ -94,8 +117,14 @@ class CheckpointManager:
         self._greater_is_better = greater_is_better
         self._digest = digest
         self._max_shard_bytes = max_shard_bytes
-        self._topology = dict(topology or {"world_size": 1, "strategy": "single"})
+        self._ranks = ranks or SoloRanks()
+        self._topology = {
+            **(topology or {"strategy": "single"}),
+            **self._ranks.topology(),
+        }
         self._storage = storage or Storage(self.output_dir)
+        self._num_threads = num_threads
+        self._stager = Stager(self._ranks)
         self._last_counter = 0
         self._verified: set[tuple[Path, str]] = set()
 
@@ -121,50 +150,116 @@ class CheckpointManager:
         soon as a newer one is there. If anything fails, the error
         propagates, nothing half-written stays and earlier checkpoints are untouched.
         """
+        pending = self.stage(
+            contents,
+            step,
+            metrics=metrics,
+            metric=metric,
+            kind=kind,
+            permanent=permanent,
+            ephemeral=ephemeral,
+            before_commit=before_commit,
+        )
+        return self.write(pending)
+
+    def reserve(self, contents: CheckpointContents) -> None:
+        """Allocate the host memory that saves of `contents` copy to, before the first of them."""
+        self._stager.reserve(contents)
+
+    def wait_before_update(self) -> None:
+        """To be called before an optimizer step: on CUDA, the step waits for a copy under way."""
+        self._stager.wait_before_update()
+
+    def stage(
+        self,
+        contents: CheckpointContents,
+        step: int,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metric: float | None = None,
+        kind: str = "training",
+        permanent: bool = False,
+        ephemeral: bool = False,
+        before_commit: Callable[[Path], None] | None = None,
+    ) -> PendingSave:
+        """The first half of `save`: copy the state. The result goes to `write`, in any thread.
+
+        The host memory of the copy is used again: write one before staging the next.
+        """
         if kind not in DIR_PREFIXES:
             raise ConfigError(unknown("checkpoint kind", kind, DIR_PREFIXES))
         if step < 0:
             raise ConfigError(f"a checkpoint needs a step of 0 or more, not {step}")
-        self._storage.make_root()
-        nonce = new_nonce()
-        final = self.output_dir / f"{DIR_PREFIXES[kind]}-{step}"
+        metadata = _lifetime(permanent, ephemeral)
+        with self._ranks.together("copying the state"):
+            staged = self._stager.stage(contents, metrics)
+        return PendingSave(
+            staged=staged,
+            step=step,
+            kind=kind,
+            metrics=dict(metrics) if metrics is not None else None,
+            metric=None if metric is None else float(metric),
+            metadata=metadata,
+            before_commit=before_commit,
+        )
+
+    def write(self, pending: PendingSave) -> Path:
+        """The second half of `save`: write, commit, retire; returns the directory."""
+        ranks = self._ranks
+        nonce = ranks.share(new_nonce() if ranks.is_main else None)
+        final = self.output_dir / f"{DIR_PREFIXES[pending.kind]}-{pending.step}"
         temporary = final.with_name(f"{final.name}.tmp-{nonce}")
         try:
-            self._storage.make_dir(temporary)
+            with ranks.together("creating the directory"):
+                if ranks.is_main:
+                    self._storage.make_root()
+                    self._storage.make_dir(temporary)
             writer = ContentsWriter(
                 self._storage,
                 temporary,
                 digest=self._digest,
                 max_shard_bytes=self._max_shard_bytes,
+                ranks=ranks,
+                num_threads=self._num_threads,
             )
-            writer.write(contents, metrics)
-            if before_commit is not None:
-                before_commit(temporary)
-            writer.finish()
-            manifest = Manifest(
-                kind=kind,
-                step=step,
-                save_counter=self._next_counter(),
-                files=writer.files,
-                components=writer.components,
-                topology=self._topology,
-                digest_algorithm=self._digest,
-                config_digest=writer.config_digest,
-                headway_version=headway.__version__,
-                torch_version=importlib.metadata.version("torch"),
-                created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                metrics=dict(metrics) if metrics is not None else None,
-                metric=None if metric is None else float(metric),
-                metadata=_lifetime(permanent, ephemeral),
-            )
-            write_manifest(temporary, manifest, self._storage)
-            self._publish(temporary, final, nonce)
+            writer.write(pending.staged)
+            with ranks.together("committing"):
+                if ranks.is_main:
+                    self._commit(pending, writer, temporary, final, nonce)
         except BaseException:
-            self._discard(temporary)
+            if ranks.is_main:
+                self._discard(temporary)
             raise
-        self._last_counter = manifest.save_counter
-        self._retire()
+        with ranks.together("retiring older checkpoints"):
+            if ranks.is_main:
+                self._retire()
         return final
+
+    def _commit(
+        self, pending: PendingSave, writer: ContentsWriter, temporary: Path, final: Path, nonce: str
+    ) -> None:
+        if pending.before_commit is not None:
+            pending.before_commit(temporary)
+        writer.finish()
+        manifest = Manifest(
+            kind=pending.kind,
+            step=pending.step,
+            save_counter=self._next_counter(),
+            files=writer.files,
+            components=writer.components,
+            topology=self._topology,
+            digest_algorithm=self._digest,
+            config_digest=writer.config_digest,
+            headway_version=headway.__version__,
+            torch_version=importlib.metadata.version("torch"),
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            metrics=pending.metrics,
+            metric=pending.metric,
+            metadata=pending.metadata,
+        )
+        write_manifest(temporary, manifest, self._storage)
+        self._publish(temporary, final, nonce)
+        self._last_counter = manifest.save_counter
 
     def _next_counter(self) -> int:
         found = [checkpoint.save_counter for checkpoint in committed(self.output_dir)]
@@ -251,24 +346,33 @@ class CheckpointManager:
         """The checkpoint to resume from.
 
         True: the newest that verifies; damaged ones are reported by file and passed over; None if
-        there is none. False: None. A path: that checkpoint, or a `ConfigError`.
+        there is none. False: None. A path: that checkpoint, or a `ConfigError`; if it is damaged,
+        a `CheckpointError` that names the files.
         """
         if resume is False:
             return None
         if resume is not True:
             return self._resolve_path(Path(resume))
-        for reason in damaged_manifests(self.output_dir).values():
-            logger.warning("passing over a damaged checkpoint: %s", reason)
+        path, damaged = self.find_intact()
+        for problem in damaged:
+            logger.warning("passing over a damaged checkpoint: %s", problem)
+        return path
+
+    def find_intact(self) -> tuple[Path | None, Sequence[str]]:
+        """The newest training checkpoint that verifies, and what is wrong with those before it.
+
+        The second item has a line for every damaged file.
+        """
+        damaged = [*damaged_manifests(self.output_dir).values()]
         for checkpoint in reversed(self.list()):
             if checkpoint.kind != "training":
                 continue
             problems = verify(checkpoint.path)
             if not problems:
                 self._verified.add((checkpoint.path, checkpoint.manifest.digest))
-                return checkpoint.path
-            for problem in problems:
-                logger.warning("passing over a damaged checkpoint: %s", problem)
-        return None
+                return checkpoint.path, damaged
+            damaged += problems
+        return None, damaged
 
     def _resolve_path(self, given: Path) -> Path:
         path = given if given.is_absolute() or given.exists() else self.output_dir / given
@@ -280,7 +384,10 @@ class CheckpointManager:
         if manifest.kind != "training":
             reason = f"it is of kind {manifest.kind!r}, and only kind 'training' resumes"
             raise ConfigError(self._not_resumable(given, path, reason))
-        return path.absolute()
+        path = path.absolute()
+        self._require_intact(path, manifest)
+        self._verified.add((path, manifest.digest))
+        return path
 
     def _not_resumable(self, given: Path, path: Path, reason: str) -> str:
         inside = [c.path for c in committed(path) if c.kind == "training"]

@@ -8,14 +8,16 @@ parameter's dtype, so float32 moments of a bfloat16 parameter would not come bac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.model import describe_names
-from headway.checkpoint.tensors import ShardReader, why_not_storable
+from headway.checkpoint.tensors import ShardReader, num_bytes, why_not_storable
 from headway.checkpoint.tree import join_tree, split_tree
 from headway.errors import ConfigError
 
@@ -105,6 +107,74 @@ def _split_param(
         "on_host": on_host,
         "values": encoded,
     }
+
+
+# Tensors of the parameter's size that a step creates, for classes that create them lazily.
+_NUM_MOMENTS = {
+    "Adam": 2,
+    "AdamW": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Adamax": 2,
+    "Adadelta": 2,
+    "RMSprop": 1,
+    "Adagrad": 1,
+}
+_COUNTER_BYTES = 4
+
+
+def expected_state_bytes(
+    optimizer: torch.optim.Optimizer, padded: Callable[[int], int] = int
+) -> int:
+    """Bytes of the state's tensors, each rounded up by `padded`; estimated before the first step.
+
+    The estimate of a class that is not known here is what its state holds already.
+    """
+    total = 0
+    for group in optimizer.param_groups:
+        moments = _NUM_MOMENTS.get(type(optimizer).__name__, 0)
+        moments += bool(group.get("amsgrad")) + (
+            type(optimizer).__name__ in ("SGD", "RMSprop") and bool(group.get("momentum"))
+        )
+        for param in group["params"]:
+            state = optimizer.state.get(param)
+            if state:
+                tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+                total += sum(padded(num_bytes(tensor)) for tensor in tensors)
+            elif moments and param.requires_grad:
+                total += moments * padded(num_bytes(param)) + padded(_COUNTER_BYTES)
+    return total
+
+
+def merge_optimizers(encoded: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One description of an optimizer whose parameters the ranks hold together.
+
+    Groups with the same settings are one group; a parameter that several ranks hold is listed once.
+    """
+    first = encoded[0]
+    if all(one == first for one in encoded):
+        return first
+    groups: dict[tuple[str, int], list[str]] = {}
+    settings: list[Any] = []
+    params: dict[str, Any] = {}
+    for one in encoded:
+        if one["class"] != first["class"]:
+            raise CheckpointError(
+                f"the ranks use different optimizers: {one['class']}, {first['class']}"
+            )
+        seen: Counter[str] = Counter()
+        for members, setting in zip(one["groups"], one["rest"]["param_groups"]):
+            text = json.dumps(setting, sort_keys=True)
+            key = (text, seen[text])
+            seen[text] += 1
+            if key not in groups:
+                groups[key] = []
+                settings.append(setting)
+            groups[key] += [name for name in members if name not in params]
+        for name, param in one["params"].items():
+            params.setdefault(name, param)
+    rest = {**first["rest"], "param_groups": settings}
+    return {**first, "groups": list(groups.values()), "params": params, "rest": rest}
 
 
 def join_optimizer(

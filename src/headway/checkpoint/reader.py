@@ -15,6 +15,12 @@ from typing import Any
 from torch import nn
 
 from headway.checkpoint.component import StateComponent, file_stem
+from headway.checkpoint.contents import (
+    MODEL_EXTRA_STEM,
+    OPTIMIZER_STATE_NAME,
+    TRAINER_STATE_NAME,
+    CheckpointContents,
+)
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.manifest import Manifest
 from headway.checkpoint.model import collect_model, load_extra_state, load_model_tensors
@@ -22,12 +28,6 @@ from headway.checkpoint.optimizer import join_optimizer
 from headway.checkpoint.rng import RNGState
 from headway.checkpoint.tensors import ShardReader, read_tensor_file
 from headway.checkpoint.tree import join_tree
-from headway.checkpoint.writer import (
-    MODEL_EXTRA_STEM,
-    OPTIMIZER_STATE_NAME,
-    TRAINER_STATE_NAME,
-    CheckpointContents,
-)
 from headway.errors import ConfigError, unknown
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,10 @@ shard in memory a second time or a second read for the digest; they are read by 
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ _DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+DTYPES_BY_NAME = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 def why_not_storable(tensor: torch.Tensor) -> str | None:
@@ -71,35 +74,99 @@ def _raw_bytes(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def write_tensor_file(
-    storage: Storage, path: Path, tensors: Mapping[str, torch.Tensor], digest: str = DEFAULT_DIGEST
-) -> FileRecord:
-    """Write one safetensors file; returns its size and digest."""
-    assert sys.byteorder == "little", "safetensors files are little-endian"
-    for name, tensor in tensors.items():
-        reason = why_not_storable(tensor)
-        if reason:
-            raise CheckpointError(f"tensor {name!r} cannot be stored: {reason}")
-    # Wide elements first: then every tensor starts at a multiple of its element size.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a file header says about a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def dtype_name(self) -> str:
+        return _DTYPE_NAMES[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype_name}{list(self.shape)}"
+
+
+def spec_of(tensor: torch.Tensor, name: str) -> TensorSpec:
+    """The spec of a tensor; `CheckpointError` naming it if it cannot be stored."""
+    reason = why_not_storable(tensor)
+    if reason:
+        raise CheckpointError(f"tensor {name!r} cannot be stored: {reason}")
+    return TensorSpec(tensor.dtype, tuple(tensor.shape))
+
+
+def _file_header(specs: Mapping[str, TensorSpec], order: Sequence[str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in order:
-        tensor = tensors[name]
-        end = offset + num_bytes(tensor)
+        end = offset + specs[name].num_bytes
         header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
+            "dtype": specs[name].dtype_name,
+            "shape": list(specs[name].shape),
             "data_offsets": [offset, end],
         }
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with DigestWriter(storage, path, digest) as writer:
-        writer.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            writer.write(_raw_bytes(tensors[name]))
-    return writer.record
+    return len(text).to_bytes(8, "little") + text
+
+
+class TensorFile:
+    """One safetensors file that takes its tensors one at a time, in `order`."""
+
+    def __init__(
+        self, storage: Storage, path: Path, specs: Mapping[str, TensorSpec], digest: str
+    ) -> None:
+        assert sys.byteorder == "little", "safetensors files are little-endian"
+        # Wide elements first: then every tensor starts at a multiple of its element size.
+        self.order = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
+        self._specs = specs
+        self._num_written = 0
+        self._writer = DigestWriter(storage, path, digest)
+        try:
+            self._writer.write(_file_header(specs, self.order))
+        except BaseException as error:
+            self._writer.__exit__(type(error), error, None)
+            raise
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Append a tensor's values."""
+        assert name == self.order[self._num_written], "tensors come in the order of the header"
+        assert (tensor.dtype, tuple(tensor.shape)) == (
+            self._specs[name].dtype,
+            self._specs[name].shape,
+        )
+        self._writer.write(_raw_bytes(tensor))
+        self._num_written += 1
+
+    @property
+    def record(self) -> FileRecord:
+        """Size and digest of what was written."""
+        return self._writer.record
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        assert kind is not None or self._num_written == len(self.order), "tensors are missing"
+        self._writer.__exit__(kind, error, trace)
+
+
+def write_tensor_file(
+    storage: Storage, path: Path, tensors: Mapping[str, torch.Tensor], digest: str = DEFAULT_DIGEST
+) -> FileRecord:
+    """Write one safetensors file; returns its size and digest."""
+    specs = {name: spec_of(tensor, name) for name, tensor in tensors.items()}
+    with TensorFile(storage, path, specs, digest) as file:
+        for name in file.order:
+            file.write(name, tensors[name])
+    return file.record
 
 
 def write_shards(

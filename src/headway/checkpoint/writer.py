@@ -1,27 +1,35 @@
-"""Writes the files of one checkpoint into a directory.
+"""Writes the files of one staged checkpoint into a directory.
 
-Owns: `CheckpointContents` and the layout file by file. Does not own: the commit (manifest.py), the
-directory's name and its publication (manager.py).
+Owns: the layout file by file and the record of each file. Does not own: the copy of the state
+(staging.py), who writes which tensor (dealing.py), the commit (manifest.py), the directory's name
+and its publication (manager.py).
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor
 
-from headway.checkpoint.component import StateComponent, file_stem
-from headway.checkpoint.digest import digest_bytes, digest_file
+from headway.checkpoint.contents import OPTIMIZER_STATE_NAME, RUN_CONFIG_NAME
+from headway.checkpoint.dealing import ShardPlan, deal, describe
+from headway.checkpoint.digest import digest_file
 from headway.checkpoint.errors import CheckpointError
-from headway.checkpoint.manifest import MANIFEST_NAME, finite_or_text
-from headway.checkpoint.model import collect_model
-from headway.checkpoint.optimizer import split_optimizer
+from headway.checkpoint.jobs import Job, run_jobs
+from headway.checkpoint.manifest import MANIFEST_NAME
+from headway.checkpoint.optimizer import merge_optimizers
+from headway.checkpoint.ranks import Ranks, SoloRanks
+from headway.checkpoint.staged import (
+    StagedCheckpoint,
+    StagedComponent,
+    StagedShards,
+    StagedTree,
+    TensorSlice,
+)
 from headway.checkpoint.storage import (
     FileRecord,
     Storage,
@@ -30,94 +38,138 @@ from headway.checkpoint.storage import (
     list_files,
     list_subdirs,
 )
-from headway.checkpoint.tensors import write_shards, write_tensor_file
-from headway.checkpoint.tree import split_tree
-from headway.errors import ConfigError
+from headway.checkpoint.tensors import index_text, num_bytes, write_tensor_file
+from headway.models.shards import index_name
 
-RESERVED_KEYS = frozenset({"model", "optimizer"})
-TRAINER_STATE_NAME = "trainer_state.json"
-EVAL_METRICS_NAME = "eval_metrics.json"
-OPTIMIZER_STATE_NAME = "state/optimizer.json"
-MODEL_EXTRA_STEM = "state/model"
-
-
-@dataclass
-class CheckpointContents:
-    """What one save writes and one load fills."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None = None
-    components: list[StateComponent] = field(default_factory=list)
-    """Scheduler, data position, RNG, callbacks: each to `state/<key>.json` and, if it has tensors,
-    `state/<key>.safetensors`."""
-    trainer_state: dict[str, Any] = field(default_factory=dict)
-    """Goes to `trainer_state.json`."""
-    model_config: dict[str, Any] | None = None
-    """Goes to `config.json`, the Hugging Face model config; None: shards and index only."""
-    generation_config: dict[str, Any] | None = None
-    save_tokenizer: Callable[[str], None] | None = None
-    """Writes the tokenizer's files into the directory it is given."""
-    run_config: dict[str, Any] | None = None
-    """Goes to `run/config.json`."""
-
-    def check_keys(self) -> None:
-        """Component keys must be unique and not those of the model and the optimizer."""
-        seen = set(RESERVED_KEYS)
-        for component in self.components:
-            if component.key in seen:
-                raise ConfigError(f"checkpoint component key {component.key!r} is taken already")
-            seen.add(component.key)
-
-
-def plain_json(value: Any, what: str) -> bytes:
-    """Plain JSON text of a configuration; anything else in it is a `ConfigError`."""
-    try:
-        return json.dumps(value, indent=2, sort_keys=True, allow_nan=False).encode() + b"\n"
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{what} cannot be written as JSON: {error}") from error
+NUM_THREADS = 4
 
 
 class ContentsWriter:
-    """Writes one checkpoint's files and keeps a record of each."""
+    """Writes this rank's files of one checkpoint and keeps a record of each."""
 
     def __init__(
-        self, storage: Storage, directory: Path, *, digest: str, max_shard_bytes: int
+        self,
+        storage: Storage,
+        directory: Path,
+        *,
+        digest: str,
+        max_shard_bytes: int,
+        ranks: Ranks | None = None,
+        num_threads: int = NUM_THREADS,
     ) -> None:
         self._storage = storage
         self._directory = directory
         self._digest = digest
         self._max_shard_bytes = max_shard_bytes
+        self._ranks = ranks or SoloRanks()
+        self._num_threads = num_threads
         self._stamps: dict[str, tuple[int, int]] = {}
+        self._jobs: list[Job] = []
         self.files: dict[str, FileRecord] = {}
         self.components: list[dict[str, Any]] = []
-        self.config_digest: str | None = None
 
-    def write(self, contents: CheckpointContents, metrics: Mapping[str, Any] | None) -> None:
-        """Write everything but the manifest."""
-        contents.check_keys()
-        if contents.save_tokenizer is not None:
-            contents.save_tokenizer(str(self._directory))
-        self._storage.make_dir(self._directory / "state")
-        names = self._write_model(contents)
-        if contents.optimizer is not None:
-            self._write_optimizer(contents.optimizer, names)
-        for component in contents.components:
-            self._write_component(component)
-        encoded, tensors = split_tree(contents.trainer_state, what="trainer state")
-        if tensors:
-            raise ConfigError(
-                f"trainer state: {', '.join(tensors)} is a tensor or array; "
-                f"{TRAINER_STATE_NAME} takes plain values only"
+    @property
+    def config_digest(self) -> str | None:
+        """Digest of the run configuration, if there is one."""
+        record = self.files.get(RUN_CONFIG_NAME)
+        return record.digest if record else None
+
+    def write(self, staged: StagedCheckpoint) -> None:
+        """Write everything but the manifest; afterwards rank 0 knows the files of all ranks."""
+        ranks = self._ranks
+        with ranks.together("preparing to write"):
+            staged.wait()
+            parts = {c.key: describe(c.shards.tensors) for c in staged.components if c.shards}
+        told = ranks.exchange({"tensors": parts, "folders": _folders(staged)})
+        plans = {
+            component.key: deal(
+                [one["tensors"].get(component.key, {}) for one in told],
+                component.shards.prefix,
+                self._max_shard_bytes,
             )
-        self._write_json(TRAINER_STATE_NAME, encoded)
-        if contents.run_config is not None:
-            text = plain_json(contents.run_config, "the run configuration")
-            self._storage.make_dir(self._directory / "run")
-            self._write("run/config.json", text)
-            self.config_digest = digest_bytes(text, self._digest)
-        if metrics is not None:
-            finite = {key: finite_or_text(value) for key, value in metrics.items()}
-            self._write(EVAL_METRICS_NAME, plain_json(finite, "the evaluation metrics"))
+            for component in staged.components
+            if component.shards is not None
+        }
+        shared = ranks.gather(_shared_parts(staged))
+        with ranks.together("creating directories"):
+            if ranks.is_main:
+                for folder in sorted({folder for one in told for folder in one["folders"]}):
+                    self._storage.make_dir(self._directory / folder)
+        with ranks.together("writing files"):
+            for component in staged.components:
+                self._add_component(component, plans.get(component.key), shared)
+            for name, text in staged.texts.items():
+                self._add_text(name, text)
+            for tree in staged.trees:
+                self._add_tree(tree)
+            run_jobs(self._jobs, self._num_threads)
+        self._merge(ranks.gather([self.files, self.components]))
+
+    # -- jobs -------------------------------------------------------------------------------
+
+    def _add_component(
+        self, component: StagedComponent, plan: ShardPlan | None, shared: list[dict[str, Any]]
+    ) -> None:
+        files = []
+        if plan is not None:
+            assert component.shards is not None
+            files += self._add_shards(component.shards, plan, shared)
+        for tree in component.trees:
+            files += self._add_tree(tree)
+        for name, text in component.texts.items():
+            files += self._add_text(name, text)
+        if component.optimizer is not None and self._ranks.is_main:
+            merged = merge_optimizers([one["optimizer"] for one in shared])
+            files += self._add_text(OPTIMIZER_STATE_NAME, json_text(merged))
+        self.components.append(
+            {
+                "key": component.key,
+                "sharing_pattern": component.pattern.value,
+                "files": files,
+                "metadata": component.metadata,
+            }
+        )
+
+    def _add_shards(
+        self, shards: StagedShards, plan: ShardPlan, shared: list[dict[str, Any]]
+    ) -> list[str]:
+        files = []
+        for file_name, names in plan.files.items():
+            if plan.owner_of(file_name) != self._ranks.rank:
+                continue
+            tensors = {name: _whole(shards.tensors[name]) for name in names}
+            files += self._add_tensor_file(file_name, tensors)
+        if self._ranks.is_main:
+            aliases: dict[str, str] = {}
+            for one in shared:
+                aliases.update(one["aliases"].get(shards.prefix, {}))
+            text = index_text(plan.weight_map, plan.total_bytes, aliases)
+            files += self._add_text(index_name(shards.prefix), text)
+        return files
+
+    def _add_tensor_file(self, name: str, tensors: Mapping[str, Tensor]) -> list[str]:
+        def run() -> None:
+            path = self._directory / name
+            self._record(name, write_tensor_file(self._storage, path, tensors, self._digest))
+
+        self._jobs.append(Job(sum(num_bytes(tensor) for tensor in tensors.values()), run))
+        return [name]
+
+    def _add_text(self, name: str, text: bytes) -> list[str]:
+        def run() -> None:
+            path = self._directory / name
+            self._record(name, self._storage.write_bytes(path, text, digest=self._digest))
+
+        self._jobs.append(Job(len(text), run))
+        return [name]
+
+    def _add_tree(self, tree: StagedTree) -> list[str]:
+        files = self._add_text(f"{tree.stem}.json", json_text(tree.encoded))
+        if tree.tensors:
+            files += self._add_tensor_file(f"{tree.stem}.safetensors", tree.tensors)
+        return files
+
+    # -- records ----------------------------------------------------------------------------
 
     def _record(self, name: str, record: FileRecord) -> None:
         self.files[name] = record
@@ -127,79 +179,16 @@ class ContentsWriter:
         status = os.lstat(self._directory / name)
         return (status.st_size, status.st_mtime_ns)
 
-    def _write(self, name: str, data: bytes) -> None:
-        record = self._storage.write_bytes(self._directory / name, data, digest=self._digest)
-        self._record(name, record)
-
-    def _write_json(self, name: str, encoded: Any) -> None:
-        self._write(name, json.dumps(encoded, indent=1, allow_nan=False).encode() + b"\n")
-
-    def _write_tree(self, name: str, state: Any, what: str) -> list[str]:
-        """Write a state as `name` (JSON) and, if it has tensors, the same name .safetensors."""
-        encoded, tensors = split_tree(state, what=what)
-        files = [name]
-        self._write_json(name, encoded)
-        if tensors:
-            tensor_file = name.removesuffix(".json") + ".safetensors"
-            path = self._directory / tensor_file
-            self._record(tensor_file, write_tensor_file(self._storage, path, tensors, self._digest))
-            files.append(tensor_file)
-        return files
-
-    def _write_shards(
-        self, prefix: str, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]
-    ) -> list[str]:
-        records = write_shards(
-            self._directory,
-            prefix,
-            tensors,
-            max_shard_bytes=self._max_shard_bytes,
-            aliases=aliases,
-            digest=self._digest,
-            storage=self._storage,
-        )
-        for name, record in records.items():
-            self._record(name, record)
-        return list(records)
-
-    def _list_component(
-        self, key: str, pattern: str, files: list[str], metadata: Mapping[str, Any]
-    ) -> None:
-        self.components.append(
-            {"key": key, "sharing_pattern": pattern, "files": files, "metadata": dict(metadata)}
-        )
-
-    def _write_model(self, contents: CheckpointContents) -> dict[int, str]:
-        tensors = collect_model(contents.model)
-        files = self._write_shards("model", tensors.stored, tensors.aliases)
-        if tensors.extra:
-            files += self._write_tree(
-                f"{MODEL_EXTRA_STEM}.json", tensors.extra, "extra state of the model"
-            )
-        for name, config in (
-            ("config.json", contents.model_config),
-            ("generation_config.json", contents.generation_config),
-        ):
-            if config is not None:
-                self._write(name, plain_json(config, name))
-                files.append(name)
-        self._list_component("model", "global", files, {})
-        return tensors.names_by_id()
-
-    def _write_optimizer(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-        encoded, tensors = split_optimizer(optimizer, names)
-        files = self._write_shards("optimizer", tensors, {})
-        self._write_json(OPTIMIZER_STATE_NAME, encoded)
-        self._list_component("optimizer", "global", [*files, OPTIMIZER_STATE_NAME], {})
-
-    def _write_component(self, component: StateComponent) -> None:
-        state = component.stateful.state_dict()
-        what = f"state of {component.key!r}"
-        files = self._write_tree(f"{file_stem(component)}.json", state, what)
-        plain_json(component.metadata, f"the metadata of component {component.key!r}")
-        self._list_component(
-            component.key, component.sharing_pattern.value, files, component.metadata
-        )
+    def _merge(self, told: list[Any]) -> None:
+        """On rank 0: take in the files and components of the other ranks."""
+        for files, components in told[1:]:
+            for name, record in files.items():
+                self._record(name, FileRecord(*record))
+            for own, other in zip(self.components, components):
+                assert own["key"] == other["key"], "all ranks save the same components"
+                own["files"] += other["files"]
+        for component in self.components:
+            component["files"].sort()
 
     def finish(self) -> None:
         """Record and sync what others wrote into the directory, then sync the directories."""
@@ -219,3 +208,31 @@ class ContentsWriter:
             raise CheckpointError(f"files vanished while saving: {', '.join(gone)}")
         for directory in list_subdirs(self._directory):
             self._storage.sync_dir(directory)
+
+
+def json_text(encoded: Any) -> bytes:
+    """The text of a JSON file of the training state."""
+    return json.dumps(encoded, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def _whole(held: Tensor | TensorSlice) -> Tensor:
+    assert isinstance(held, Tensor), "slices are put together before they are written"
+    return held
+
+
+def _shared_parts(staged: StagedCheckpoint) -> dict[str, Any]:
+    """What rank 0 has to know of a rank to write the files that are about all of them."""
+    shards = [c.shards for c in staged.components if c.shards is not None]
+    return {
+        "aliases": {one.prefix: one.aliases for one in shards if one.aliases},
+        "optimizer": next((c.optimizer for c in staged.components if c.optimizer), None),
+    }
+
+
+def _folders(staged: StagedCheckpoint) -> list[str]:
+    """The directories that a rank's files need, below the checkpoint's own."""
+    names = {"state/", *staged.texts, *(f"{tree.stem}.json" for tree in staged.trees)}
+    for component in staged.components:
+        names |= {*component.texts, *(f"{tree.stem}.json" for tree in component.trees)}
+    parents = {parent for name in names for parent in PurePosixPath(f"{name}x").parents}
+    return sorted(str(parent) for parent in parents if str(parent) != ".")

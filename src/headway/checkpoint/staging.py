@@ -1,0 +1,317 @@
+"""The copy of the live state that a save works on.
+
+Owns: `HostBuffers` (host memory allocated once and used again for every save) and `Stager`, which
+takes from the live objects what this rank writes. Does not own: the types (staged.py), writing.
+
+On the CPU the copy is complete when `stage` returns. On CUDA it runs on a side stream: forward
+and backward go on, and only the optimizer step has to wait (`Stager.wait_before_update`). What a
+forward may change (buffers, state of components) is copied on the stream of the forward instead,
+so that the order of the stream protects it.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headway.checkpoint.component import SharingPattern, StateComponent, file_stem
+from headway.checkpoint.contents import (
+    EVAL_METRICS_NAME,
+    MODEL_EXTRA_STEM,
+    RUN_CONFIG_NAME,
+    TRAINER_STATE_NAME,
+    TRAINER_STATE_STEM,
+    CheckpointContents,
+    plain_json,
+)
+from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.manifest import finite_or_text
+from headway.checkpoint.model import ModelTensors, collect_model
+from headway.checkpoint.optimizer import expected_state_bytes, split_optimizer
+from headway.checkpoint.ranks import Ranks
+from headway.checkpoint.staged import (
+    StagedCheckpoint,
+    StagedComponent,
+    StagedShards,
+    StagedTree,
+    TensorSlice,
+)
+from headway.checkpoint.storage import check_name, is_plain_file, list_files
+from headway.checkpoint.tensors import num_bytes
+from headway.checkpoint.tree import split_tree
+from headway.errors import ConfigError
+
+_ALIGN_BYTES = 16
+_MOST_SLACK = 1.05
+
+logger = logging.getLogger(__name__)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+class HostBuffers:
+    """One stretch of host memory, page-locked if `pinned`, reused from save to save."""
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self.pinned = pinned
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._release: Callable[[], Any] = lambda: None
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Host memory held."""
+        return self._slab.numel()
+
+    def reserve(self, size: int) -> None:
+        """Have room for `size` bytes, and for not much more."""
+        if size <= self.capacity_bytes <= max(_MOST_SLACK * size, size + _ALIGN_BYTES):
+            return
+        # The old memory goes first: the two together would be twice the state.
+        self._release()
+        self._release = lambda: None
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._slab = torch.empty(size, dtype=torch.uint8)
+        if self.pinned:
+            self._lock_pages()
+        else:
+            self._slab.zero_()  # takes the page faults now rather than in the first save
+
+    def _lock_pages(self) -> None:
+        # Not by pin_memory(): torch rounds page-locked memory up to a power of two.
+        runtime, pointer = torch.cuda.cudart(), self._slab.data_ptr()
+        if not self.capacity_bytes:
+            return
+        if int(runtime.cudaHostRegister(pointer, self.capacity_bytes, 0)) != 0:
+            logger.warning(
+                "could not page-lock %d bytes of host memory; saves will hold up training longer",
+                self.capacity_bytes,
+            )
+            return
+        self._release = weakref.finalize(self._slab, runtime.cudaHostUnregister, pointer)
+
+    def take(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Room for a contiguous copy of each tensor, the values not yet copied.
+
+        What was taken before is given up: its memory is used again.
+        """
+        wanted = list(tensors)
+        self.reserve(sum(_aligned(num_bytes(tensor)) for tensor in wanted))
+        places, offset = [], 0
+        for tensor in wanted:
+            size = num_bytes(tensor)
+            flat = self._slab[offset : offset + size].view(tensor.dtype)
+            places.append(flat.view(tensor.shape))
+            offset += _aligned(size)
+        return places
+
+
+class Stager:
+    """Makes staged checkpoints of live contents, one at a time."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._buffers: HostBuffers | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._tokenizer: tuple[Any, dict[str, bytes]] | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory held for copies."""
+        return self._buffers.capacity_bytes if self._buffers else 0
+
+    def reserve(self, contents: CheckpointContents) -> None:
+        """Allocate the host memory for `contents`, so that the first save need not.
+
+        Optimizer state that does not exist yet is estimated from the class; if the estimate is
+        wrong, the first save allocates again.
+        """
+        model = collect_model(contents.model)
+        size = sum(_aligned(num_bytes(tensor)) for tensor in model.stored.values())
+        if contents.optimizer is not None:
+            size += expected_state_bytes(contents.optimizer, _aligned)
+        self._make_buffers(model.stored.values()).reserve(size)
+
+    def stage(
+        self, contents: CheckpointContents, metrics: Mapping[str, Any] | None = None
+    ) -> StagedCheckpoint:
+        """Copy what this rank writes; the previous staged checkpoint is no longer valid."""
+        contents.check_keys()
+        staged = StagedCheckpoint()
+        model = collect_model(contents.model)
+        staged.components.append(self._take_model(contents, model))
+        if contents.optimizer is not None:
+            staged.components.append(_take_optimizer(contents.optimizer, model))
+        staged.components += [self._take_component(c) for c in contents.components]
+        if self._ranks.is_main:
+            self._take_texts(staged, contents, metrics)
+        late = _changed_by_step_only(staged) if contents.optimizer is not None else set()
+        self._copy(staged, late)
+        return staged
+
+    def wait_before_update(self) -> None:
+        """Make the current CUDA stream wait for the copy that is under way, if one is."""
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
+
+    # -- what to copy -----------------------------------------------------------------------
+
+    def _take_model(self, contents: CheckpointContents, model: ModelTensors) -> StagedComponent:
+        component = StagedComponent("model", SharingPattern.GLOBAL)
+        component.shards = StagedShards("model", dict(model.stored), dict(model.aliases))
+        if not self._ranks.is_main:
+            return component
+        if model.extra:
+            encoded, tensors = split_tree(model.extra, what="extra state of the model")
+            component.trees.append(StagedTree(MODEL_EXTRA_STEM, encoded, tensors))
+        for name, config in (
+            ("config.json", contents.model_config),
+            ("generation_config.json", contents.generation_config),
+        ):
+            if config is not None:
+                component.texts[name] = plain_json(config, name)
+        return component
+
+    def _take_component(self, component: StateComponent) -> StagedComponent:
+        key, pattern = component.key, component.sharing_pattern
+        plain_json(component.metadata, f"the metadata of component {key!r}")
+        staged = StagedComponent(key, pattern, dict(component.metadata))
+        ranks = self._ranks
+        if not ranks.writes(component):
+            return staged
+        state = component.stateful.state_dict()
+        if pattern is SharingPattern.SHARDED:
+            staged.shards = StagedShards(file_stem(component), _named_tensors(key, state))
+            return staged
+        group = ranks.group_of(component).number if pattern is SharingPattern.PER_GROUP else 0
+        stem = file_stem(component, rank=ranks.rank, node=ranks.node, group=group)
+        encoded, tensors = split_tree(state, what=f"state of {key!r}")
+        staged.trees.append(StagedTree(stem, encoded, tensors))
+        return staged
+
+    def _take_texts(
+        self,
+        staged: StagedCheckpoint,
+        contents: CheckpointContents,
+        metrics: Mapping[str, Any] | None,
+    ) -> None:
+        encoded, tensors = split_tree(contents.trainer_state, what="trainer state")
+        if tensors:
+            raise ConfigError(
+                f"trainer state: {', '.join(tensors)} is a tensor or array; "
+                f"{TRAINER_STATE_NAME} takes plain values only"
+            )
+        staged.trees.append(StagedTree(TRAINER_STATE_STEM, encoded))
+        if contents.run_config is not None:
+            text = plain_json(contents.run_config, "the run configuration")
+            staged.texts[RUN_CONFIG_NAME] = text
+        if metrics is not None:
+            finite = {key: finite_or_text(value) for key, value in metrics.items()}
+            staged.texts[EVAL_METRICS_NAME] = plain_json(finite, "the evaluation metrics")
+        if contents.save_tokenizer is not None:
+            staged.texts.update(self._tokenizer_files(contents.save_tokenizer))
+
+    def _tokenizer_files(self, save: Callable[[str], Any]) -> dict[str, bytes]:
+        # Kept: writing a large vocabulary out takes longer than copying the state.
+        if self._tokenizer is None or self._tokenizer[0] != save:
+            with tempfile.TemporaryDirectory(prefix="headway-tokenizer-") as folder:
+                save(folder)
+                files = {}
+                for name in list_files(Path(folder)):
+                    if not is_plain_file(Path(folder), check_name(name)):
+                        raise CheckpointError(f"the tokenizer's {name} is not a regular file")
+                    files[name] = Path(folder, name).read_bytes()
+            self._tokenizer = (save, files)
+        return self._tokenizer[1]
+
+    # -- copying ----------------------------------------------------------------------------
+
+    def _make_buffers(self, tensors: Iterable[Any]) -> HostBuffers:
+        on_device = any(isinstance(t, Tensor) and t.is_cuda for t in tensors)
+        if self._buffers is None or (on_device and not self._buffers.pinned):
+            self._buffers = HostBuffers(pinned=on_device)
+        return self._buffers
+
+    @torch.no_grad()
+    def _copy(self, staged: StagedCheckpoint, late: set[int]) -> None:
+        """Put a host copy in the place of every live tensor."""
+        slots = list(staged.tensor_slots())
+        held = [slots_of[name] for slots_of, name in slots]
+        sources = [h.tensor if isinstance(h, TensorSlice) else h for h in held]
+        copies = self._make_buffers(sources).take(sources)
+        on_side: list[tuple[Tensor, Tensor]] = []
+        for (values, name), value, source, copy in zip(slots, held, sources, copies):
+            is_slice = isinstance(value, TensorSlice)
+            values[name] = TensorSlice(copy, value.shape, value.offsets) if is_slice else copy
+            if source.is_cuda and id(source) in late:
+                on_side.append((copy, source))
+            else:
+                copy.copy_(source, non_blocking=source.is_cuda)
+        if any(source.is_cuda for source in sources):
+            staged.wait = self._copy_on_side_stream(on_side)
+
+    def _copy_on_side_stream(self, pairs: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        # Also orders this stream's event after the copies made on the current one.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for copy, source in pairs:
+                copy.copy_(source, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        self._copied = copied
+
+        def wait() -> None:
+            copied.synchronize()
+            # The sources must outlive the copy: freed memory could be given to another tensor.
+            pairs.clear()
+
+        return wait
+
+
+def _take_optimizer(optimizer: torch.optim.Optimizer, model: ModelTensors) -> StagedComponent:
+    encoded, tensors = split_optimizer(optimizer, model.names_by_id())
+    return StagedComponent(
+        "optimizer",
+        SharingPattern.GLOBAL,
+        shards=StagedShards("optimizer", dict(tensors)),
+        optimizer=encoded,
+    )
+
+
+def _changed_by_step_only(staged: StagedCheckpoint) -> set[int]:
+    """Tensors that nothing changes before the next optimizer step, by `id`."""
+    found: set[int] = set()
+    for component in staged.components:
+        if component.key == "optimizer" and component.shards is not None:
+            found |= {id(tensor) for tensor in component.shards.tensors.values()}
+        elif component.key == "model" and component.shards is not None:
+            tensors = component.shards.tensors.values()
+            found |= {id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)}
+    return found
+
+
+def _named_tensors(key: str, state: Any) -> dict[str, Tensor | TensorSlice]:
+    if not isinstance(state, Mapping):
+        raise ConfigError(
+            f"component {key!r} is SHARDED: its state must be a dict of tensors by name, not a "
+            f"{type(state).__name__}"
+        )
+    for name, value in state.items():
+        if not isinstance(value, Tensor | TensorSlice):
+            raise ConfigError(
+                f"component {key!r} is SHARDED: {name} is a {type(value).__name__}; only tensors "
+                "by name can be dealt to ranks"
+            )
+    return dict(state)
