@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     )
     from headway.checkpoint.retention import Entry, choose_deletions
     from headway.checkpoint.rng import RNGState
-    from headway.checkpoint.writer import CheckpointContents
+    from headway.checkpoint.contents import CheckpointContents
     from headway.models.ties import split_ties
 
 _MODULES = {
-    "CheckpointContents": "writer",
+    "CheckpointContents": "contents",
     "CheckpointError": "errors",
     "CheckpointManager": "manager",
     "CommittedCheckpoint": "manifest",
