@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ class Objective:
             name
             for name, p in parameters.items()
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
+        self._requires = {
+            name for name in self._accepts if parameters[name].default is inspect.Parameter.empty
         }
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         # transformers models hand the count on to their loss through **kwargs; another module
@@ -96,6 +99,8 @@ class Objective:
             counted = self._takes_count and "labels" in inputs
             if counted:
                 inputs["num_items_in_batch"] = num_targets
+            if not self._requires <= inputs.keys():
+                self._refuse_batch(batch, inputs)
             return model(**inputs), labels, counted
         if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
             return model(batch[0]), batch[1], False
@@ -104,6 +109,13 @@ class Objective:
         raise ConfigError(
             f"a batch must be a dict of tensors, a pair (inputs, labels) or a tensor, not a "
             f"{type(batch).__name__}; the data collator decides"
+        )
+
+    def _refuse_batch(self, batch: Mapping[str, Any], inputs: Mapping[str, Any]) -> NoReturn:
+        missing = ", ".join(repr(name) for name in sorted(self._requires - inputs.keys()))
+        raise ConfigError(
+            f"the model {self._model_name} needs {missing}, which the batch does not have; it has "
+            f"{', '.join(map(str, batch))}. The data collator decides what a batch has"
         )
 
     def _warn_about_lost_documents(self, inputs: Mapping[str, Any]) -> None:

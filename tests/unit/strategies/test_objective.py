@@ -129,6 +129,7 @@ class BadShape(Tiny):
     ("model", "batch", "message"),
     [
         (NoLoss(), BATCH, "NoLoss returns no loss"),
+        (nn.Linear(2, 2), BATCH, "Linear needs 'input', which the batch does not have"),
         (ReturnsLogits(), {"input_ids": IDS}, "has no 'labels'"),
         (BadShape(), BATCH, "do not fit labels"),
         (ReturnsLogits(), "text", "a batch must be a dict of tensors"),

@@ -26,26 +26,28 @@ class JsonLogger(TrainerCallback):
     def __init__(self, file_name: str = "trainer_logs.jsonl") -> None:
         self.file_name = file_name
         self._file: TextIO | None = None
+        self._start_step = 0
+        self._loaded: dict[str, Any] | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
-        if not state.is_world_process_zero:
-            return
-        path = Path(args.output_dir) / self.file_name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            if state.global_step == 0:
-                os.replace(path, _aside(path))
-            else:
-                _drop_after(path, state.global_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._start_step = state.global_step
 
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any]
     ) -> None:
+        if not state.is_world_process_zero:
+            return
+        if self._file is None:
+            # Not before there is something to write: a run that fails at once leaves no file.
+            self._file = _open(Path(args.output_dir) / self.file_name, self._start_step)
+            if self._loaded is not None:
+                self._write(self._loaded)
         self._write({"step": state.global_step, "time": time.time(), **logs})
 
     def on_load(self, args: Any, state: TrainerState, control: TrainerControl, path: str) -> None:
-        self._write({"step": state.global_step, "time": time.time(), "loaded_checkpoint": path})
+        self._loaded = {"step": state.global_step, "time": time.time(), "loaded_checkpoint": path}
+        if self._file is not None:
+            self._write(self._loaded)
 
     def on_close(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         if self._file is not None:
@@ -53,9 +55,20 @@ class JsonLogger(TrainerCallback):
             self._file = None
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(_finite(record), default=str) + "\n")
-            self._file.flush()
+        assert self._file is not None
+        self._file.write(json.dumps(_finite(record), default=str) + "\n")
+        self._file.flush()
+
+
+def _open(path: Path, step: int) -> TextIO:
+    """The log, holding what an earlier process wrote up to `step`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        if step == 0:
+            os.replace(path, _aside(path))
+        else:
+            _drop_after(path, step)
+    return path.open("a", encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:
