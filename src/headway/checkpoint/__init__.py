@@ -11,10 +11,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headway.checkpoint.api import load_checkpoint, save_checkpoint
+    from headway.checkpoint.async_saver import AsyncCheckpointSaver
     from headway.checkpoint.best import is_better, lookup_metric
     from headway.checkpoint.component import SharingPattern, StateComponent, Stateful
-    from headway.checkpoint.discovery import find_latest_checkpoint, validate_checkpoint
+    from headway.checkpoint.contents import CheckpointContents
+    from headway.checkpoint.discovery import (
+        find_latest_checkpoint,
+        list_checkpoints,
+        next_checkpoint_path,
+        validate_checkpoint,
+    )
     from headway.checkpoint.errors import CheckpointError
+    from headway.checkpoint.links import create_pretrained_symlinks
     from headway.checkpoint.manager import CheckpointManager, LoadedCheckpoint
     from headway.checkpoint.manifest import (
         CommittedCheckpoint,
@@ -23,54 +32,156 @@ if TYPE_CHECKING:
         read_manifest,
         verify,
     )
+    from headway.checkpoint.meta import (
+        CHECKPOINT_MANIFEST_FILENAME,
+        MODEL_EXCLUDED_MARKER,
+        SAFE_WEIGHTS_INDEX_NAME,
+        SAFE_WEIGHTS_NAME,
+        WEIGHTS_INDEX_NAME,
+        WEIGHTS_NAME,
+        CheckpointMeta,
+        get_checkpoint_metadata,
+    )
+    from headway.checkpoint.metrics import load_checkpoint_metrics, save_checkpoint_metrics
+    from headway.checkpoint.pins import is_pinned, pin, unpin
+    from headway.checkpoint.protocols import CheckpointInterface, StatefulProvider
     from headway.checkpoint.retention import Entry, choose_deletions
     from headway.checkpoint.rng import RNGState
-    from headway.checkpoint.contents import CheckpointContents
+    from headway.checkpoint.rotation import maybe_delete_oldest_checkpoint, validate_output_dir
+    from headway.checkpoint.sharded import (
+        ShardIndex,
+        StateDictLike,
+        index_file_name,
+        load_shard_index,
+        load_sharded_checkpoint,
+        make_shard_index,
+        save_shard_index,
+        save_sharded_checkpoint,
+    )
+    from headway.checkpoint.sharing import (
+        SharingMetadata,
+        create_sharing_metadata,
+        retie_parameters,
+    )
+    from headway.checkpoint.train_state import TrainState
+    from headway.checkpoint.weights import LoadReport
     from headway.models.ties import split_ties
 
 _MODULES = {
+    "AsyncCheckpointSaver": "async_saver",
+    "CHECKPOINT_MANIFEST_FILENAME": "meta",
     "CheckpointContents": "contents",
     "CheckpointError": "errors",
+    "CheckpointInterface": "protocols",
     "CheckpointManager": "manager",
+    "CheckpointMeta": "meta",
     "CommittedCheckpoint": "manifest",
     "Entry": "retention",
+    "LoadReport": "weights",
     "LoadedCheckpoint": "manager",
+    "MODEL_EXCLUDED_MARKER": "meta",
     "Manifest": "manifest",
     "RNGState": "rng",
+    "SAFE_WEIGHTS_INDEX_NAME": "meta",
+    "SAFE_WEIGHTS_NAME": "meta",
+    "ShardIndex": "sharded",
+    "SharingMetadata": "sharing",
     "SharingPattern": "component",
     "StateComponent": "component",
+    "StateDictLike": "sharded",
     "Stateful": "component",
+    "StatefulProvider": "protocols",
+    "TrainState": "train_state",
+    "WEIGHTS_INDEX_NAME": "meta",
+    "WEIGHTS_NAME": "meta",
     "choose_deletions": "retention",
     "committed": "manifest",
+    "create_pretrained_symlinks": "links",
+    "create_sharing_metadata": "sharing",
     "find_latest_checkpoint": "discovery",
+    "get_checkpoint_metadata": "meta",
+    "index_file_name": "sharded",
     "is_better": "best",
+    "is_pinned": "pins",
+    "list_checkpoints": "discovery",
+    "load_checkpoint": "api",
+    "load_checkpoint_metrics": "metrics",
+    "load_shard_index": "sharded",
+    "load_sharded_checkpoint": "sharded",
     "lookup_metric": "best",
+    "make_shard_index": "sharded",
+    "maybe_delete_oldest_checkpoint": "rotation",
+    "next_checkpoint_path": "discovery",
+    "pin": "pins",
     "read_manifest": "manifest",
+    "retie_parameters": "sharing",
+    "save_checkpoint": "api",
+    "save_checkpoint_metrics": "metrics",
+    "save_shard_index": "sharded",
+    "save_sharded_checkpoint": "sharded",
     "split_ties": ".models.ties",
+    "unpin": "pins",
     "validate_checkpoint": "discovery",
+    "validate_output_dir": "rotation",
     "verify": "manifest",
 }
 
 __all__ = [
+    "CHECKPOINT_MANIFEST_FILENAME",
+    "MODEL_EXCLUDED_MARKER",
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
+    "AsyncCheckpointSaver",
     "CheckpointContents",
     "CheckpointError",
+    "CheckpointInterface",
     "CheckpointManager",
+    "CheckpointMeta",
     "CommittedCheckpoint",
     "Entry",
+    "LoadReport",
     "LoadedCheckpoint",
     "Manifest",
     "RNGState",
+    "ShardIndex",
+    "SharingMetadata",
     "SharingPattern",
     "StateComponent",
+    "StateDictLike",
     "Stateful",
+    "StatefulProvider",
+    "TrainState",
     "choose_deletions",
     "committed",
+    "create_pretrained_symlinks",
+    "create_sharing_metadata",
     "find_latest_checkpoint",
+    "get_checkpoint_metadata",
+    "index_file_name",
     "is_better",
+    "is_pinned",
+    "list_checkpoints",
+    "load_checkpoint",
+    "load_checkpoint_metrics",
+    "load_shard_index",
+    "load_sharded_checkpoint",
     "lookup_metric",
+    "make_shard_index",
+    "maybe_delete_oldest_checkpoint",
+    "next_checkpoint_path",
+    "pin",
     "read_manifest",
+    "retie_parameters",
+    "save_checkpoint",
+    "save_checkpoint_metrics",
+    "save_shard_index",
+    "save_sharded_checkpoint",
     "split_ties",
+    "unpin",
     "validate_checkpoint",
+    "validate_output_dir",
     "verify",
 ]
 

@@ -4,7 +4,7 @@ Owns: how bytes reach the disk (exclusive create, fsync, rename, delete by renam
 nothing outside the root is touched through a symbolic link.
 Does not own: what is written, in which order, or when it counts as complete (manifest.py).
 A subclass may replace any method: every change to the disk goes through exactly one of
-`make_dir`, `create`, `sync_file`, `sync_dir`, `rename` and `delete_tree`.
+`make_dir`, `create`, `link`, `sync_file`, `sync_dir`, `rename` and `delete_tree`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,10 @@ class Storage:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
         return os.fdopen(os.open(self._inside(path), flags, 0o666), "wb", buffering=0)
 
+    def link(self, source: Path, path: Path) -> None:
+        """Give a file a second name; `OSError` where the file system cannot."""
+        os.link(source, self._inside(path), follow_symlinks=False)
+
     def sync_file(self, path: Path) -> None:
         """Wait until a file's content is on the disk."""
         self._sync(path)
@@ -103,6 +107,20 @@ class Storage:
             writer.write(data)
         return writer.record
 
+    def refresh(self) -> None:
+        """Learn which checkpoints there are; local files are always known."""
+
+    def fetch(self, path: Path) -> None:
+        """Have all files of a committed checkpoint at hand; local files always are."""
+
+    def collect_leftovers(self) -> list[str]:
+        """Remove what dead processes left where this storage keeps data besides the root."""
+        return []
+
+    def locate(self, path: Path) -> str:
+        """Where a directory of the root is, for people: its path or address."""
+        return str(path)
+
     def list_dirs(self) -> list[str]:
         """Names of the real directories in the root, sorted; none if the root does not exist."""
         try:
@@ -110,6 +128,20 @@ class Storage:
                 return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
         except FileNotFoundError:
             return []
+
+
+def is_url(location: str | Path) -> bool:
+    """Whether a location is an address such as `memory://run` rather than a path."""
+    return isinstance(location, str) and "://" in location
+
+
+def open_storage(location: str | Path) -> Storage:
+    """Local files for a path, those of fsspec for an address."""
+    if is_url(location):
+        from headway.checkpoint.remote import RemoteStorage
+
+        return RemoteStorage(str(location))
+    return Storage(location)
 
 
 class DigestWriter:

@@ -60,7 +60,7 @@ def report(options: argparse.Namespace, trainer: Any, output: Any) -> None:
     from headway.checkpoint import find_latest_checkpoint
 
     output_dir = trainer.args.output_dir
-    checkpoint = find_latest_checkpoint(output_dir)
+    checkpoint = find_latest_checkpoint(output_dir, kind="training")
     if output.interrupted_by is not None:
         print(f"stopped at step {output.global_step:,} by {output.interrupted_by}")
     elif output.metrics["train_samples"] == 0:

@@ -164,7 +164,7 @@ class Trainer:
         if directory is None:
             self._refuse_foreign_checkpoints()
             return None
-        found = find_latest_checkpoint(directory)
+        found = find_latest_checkpoint(directory, kind="training")
         if found is None:
             raise ConfigError(
                 f"resume_checkpoint_dir={str(directory)!r} is no complete Headway checkpoint, nor "

@@ -1,0 +1,267 @@
+"""Checkpoints in any file system that fsspec knows, such as `s3://bucket/run` or `memory://run`.
+
+Owns: a `Storage` whose root is a local working directory and whose checkpoints live elsewhere.
+There, a rename is no single act, so the manifest alone is the commit: it is uploaded last and
+deleted first, and a directory without one does not count. A save of a step that is there already
+goes to a name of its own; nothing is ever overwritten.
+Does not own: the sequence of a save or load, which is that of local files (manager.py, draft.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from headway.checkpoint.owner import NONCE_PATTERN, new_nonce, owner_state
+from headway.checkpoint.pins import PIN_NAME
+from headway.checkpoint.storage import TRASH_PREFIX, Storage, check_name, is_url, list_files
+from headway.errors import missing_extra
+
+_UPLOADING = ".uploading-"
+_AGAIN = re.compile(rf"(?P<name>.+)\.again-{NONCE_PATTERN}", re.ASCII)
+
+logger = logging.getLogger(__name__)
+
+
+def _open_file_system(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ImportError:
+        raise missing_extra("fsspec", "remote", f"the address {url}") from None
+    try:
+        file_system, base = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{url} cannot be opened: {error}") from error
+    return file_system, str(base).rstrip("/")
+
+
+class RemoteStorage(Storage):
+    """Writes locally, then uploads; downloads, then reads."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._fs, self._base = _open_file_system(self.url)
+        super().__init__(tempfile.mkdtemp(prefix="headway-remote-"))
+        weakref.finalize(self, shutil.rmtree, str(self.root), ignore_errors=True)
+        self._places: dict[str, str] = {}
+        """Name in the root -> name at the address."""
+
+    def locate(self, path: Path) -> str:
+        return f"{self.url}/{self._places.get(path.name, path.name)}"
+
+    def make_root(self) -> None:
+        self.refresh()
+
+    def sync_file(self, path: Path) -> None:
+        """Nothing to wait for: what counts is uploaded when it is complete."""
+
+    def sync_dir(self, path: Path) -> None:
+        """Nothing to wait for: what counts is uploaded when it is complete."""
+
+    # -- what is there ----------------------------------------------------------------------
+
+    def _remote_dirs(self) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(self._base, detail=True)
+        except FileNotFoundError:
+            return []
+        return sorted(
+            entry["name"].rstrip("/").rpartition("/")[2]
+            for entry in found
+            if entry["type"] == "directory"
+        )
+
+    def _path(self, *parts: str) -> str:
+        return "/".join((self._base, *parts))
+
+    def refresh(self) -> None:
+        """Fetch the manifests (and pins) of what is committed at the address."""
+        there = [n for n in self._remote_dirs() if self._fs.exists(self._path(n, MANIFEST_NAME))]
+        for name, place in list(self._places.items()):
+            if place not in there:
+                shutil.rmtree(self.root / name, ignore_errors=True)
+                del self._places[name]
+        known = set(self._places.values())
+        for place in there:
+            if place not in known:
+                self._bring_in(place)
+        for name, place in self._places.items():
+            pinned = self._fs.exists(self._path(place, PIN_NAME))
+            marker = self.root / name / PIN_NAME
+            marker.touch() if pinned else marker.unlink(missing_ok=True)
+
+    def _bring_in(self, place: str) -> None:
+        again = _AGAIN.fullmatch(place)
+        name = again["name"] if again else place
+        if name in self._places:  # two saves of one step: the later one takes the name
+            name = f"{name}.old-{new_nonce()}"
+        directory = self.root / name
+        directory.mkdir()
+        self._fs.get_file(self._path(place, MANIFEST_NAME), str(directory / MANIFEST_NAME))
+        self._places[name] = place
+        owner = self.root / (again["name"] if again else place)
+        if owner != directory and _counter(directory) > _counter(owner):
+            self._swap(owner, directory)
+
+    def _swap(self, first: Path, second: Path) -> None:
+        spare = self.root / f"{TRASH_PREFIX}{new_nonce()}"
+        first.rename(spare)
+        second.rename(first)
+        spare.rename(second)
+        places = self._places
+        places[first.name], places[second.name] = places[second.name], places[first.name]
+
+    def fetch(self, path: Path) -> None:
+        """Download the files of a checkpoint that are not in the working directory yet."""
+        place = self._places.get(path.name)
+        if place is None or path.parent != self.root:
+            return
+        for name, record in read_manifest(path).files.items():
+            target = path / check_name(name)
+            if target.is_file() and target.stat().st_size == record.size:
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._fs.get_file(self._path(place, name), str(target))
+            except FileNotFoundError:
+                logger.warning("%s/%s is missing", self.locate(path), name)
+
+    # -- changes ----------------------------------------------------------------------------
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Local names change locally; a new checkpoint's name is given by uploading it."""
+        place = self._places.pop(source.name, None)
+        if place is not None and target.name.startswith(TRASH_PREFIX):
+            self._fs.rm_file(self._path(place, MANIFEST_NAME))
+        is_new = place is None and (source / MANIFEST_NAME).is_file()
+        if is_new and not target.name.startswith(TRASH_PREFIX):
+            place = self._upload(source, target.name)
+        super().rename(source, target)
+        if place is not None:
+            self._places[target.name] = place
+
+    def _upload(self, directory: Path, name: str) -> str:
+        taken = self._remote_dirs()
+        place = name if name not in taken else f"{name}.again-{new_nonce()}"
+        marker = self._path(place, f"{_UPLOADING}{new_nonce()}")
+        names = [n for n in list_files(directory) if n != MANIFEST_NAME]
+        try:
+            self._fs.makedirs(self._path(place), exist_ok=True)
+            self._fs.pipe_file(marker, b"")
+            for file_name in names:
+                self._put(directory / file_name, place, file_name)
+            self._put(directory / MANIFEST_NAME, place, MANIFEST_NAME)
+        except BaseException:
+            self._drop(place)
+            raise
+        self._fs.rm_file(marker)
+        # Only the manifest stays here: the working directory holds one checkpoint at most.
+        for file_name in names:
+            if file_name != PIN_NAME:
+                (directory / file_name).unlink()
+        return place
+
+    def _put(self, local: Path, place: str, name: str) -> None:
+        target = self._path(place, name)
+        if "/" in name:
+            self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        self._fs.put_file(str(local), target)
+        size = self._fs.size(target)
+        if size != local.stat().st_size:
+            raise CheckpointError(
+                f"{self.url}/{place}/{name} has {size} bytes after the upload instead of "
+                f"{local.stat().st_size}"
+            )
+
+    def _drop(self, place: str) -> None:
+        try:
+            manifest = self._path(place, MANIFEST_NAME)
+            if self._fs.exists(manifest):
+                self._fs.rm_file(manifest)
+            if self._fs.exists(self._path(place)):
+                self._fs.rm(self._path(place), recursive=True)
+        except Exception as error:
+            logger.warning("could not remove %s/%s: %s", self.url, place, error)
+
+    def delete_tree(self, path: Path) -> None:
+        """Delete here and at the address."""
+        place = self._places.pop(path.name, None)
+        if place is not None:
+            self._drop(place)
+        super().delete_tree(path)
+
+    def collect_leftovers(self) -> list[str]:
+        """Remove uploads of dead processes, and saves that a later one of their step replaced."""
+        done = []
+        for place in self._remote_dirs():
+            if self._fs.exists(self._path(place, MANIFEST_NAME)):
+                continue
+            found = [
+                str(f).rpartition("/")[2] for f in self._fs.ls(self._path(place), detail=False)
+            ]
+            nonces = [f.removeprefix(_UPLOADING) for f in found if f.startswith(_UPLOADING)]
+            if nonces and all(owner_state(nonce) == "dead" for nonce in nonces):
+                self._drop(place)
+                done.append(place)
+        self.refresh()
+        for name, place in list(self._places.items()):
+            successor = re.fullmatch(rf"(.+)\.old-{NONCE_PATTERN}", name, re.ASCII)
+            if successor and successor[1] in self._places and not is_marked(self.root / name):
+                self.remove_tree(self.root / name)
+                done.append(place)
+        return done
+
+    def set_pin(self, path: Path, pinned: bool) -> None:
+        """Pin or unpin a checkpoint at the address."""
+        marker = self._path(self._places[path.name], PIN_NAME)
+        if pinned:
+            self._fs.pipe_file(marker, b"")
+        elif self._fs.exists(marker):
+            self._fs.rm_file(marker)
+
+
+def is_marked(directory: Path) -> bool:
+    """Whether a working copy carries a pin."""
+    return (directory / PIN_NAME).exists()
+
+
+def _counter(directory: Path) -> int:
+    try:
+        return read_manifest(directory).save_counter
+    except CheckpointError:
+        return -1
+
+
+@contextlib.contextmanager
+def local_copy(location: str | Path) -> Iterator[Path]:
+    """A directory as local files: itself, or a temporary copy of what is at an address."""
+    if not is_url(location):
+        yield Path(location)
+        return
+    parent, _, name = str(location).rstrip("/").rpartition("/")
+    storage = RemoteStorage(parent)
+    storage.refresh()
+    for found, place in storage._places.items():
+        if name in (found, place):
+            storage.fetch(storage.root / found)
+            yield storage.root / found
+            return
+    target = storage.root / name
+    base = storage._path(name)
+    if not storage._fs.isdir(base):
+        raise FileNotFoundError(f"{location} does not exist")
+    for remote in storage._fs.find(base):
+        file = target / check_name(str(remote)[len(base) + 1 :])
+        file.parent.mkdir(parents=True, exist_ok=True)
+        storage._fs.get_file(remote, str(file))
+    yield target
