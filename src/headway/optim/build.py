@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from headway.args import TrainingArguments
 from headway.errors import ConfigError
@@ -73,3 +73,13 @@ def build_scheduler(
         **(args.lr_scheduler_kwargs or {}),
     )
     return LambdaLR(optimizer, schedule)
+
+
+def follow_scheduler(optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:
+    """Give param groups the scheduler's rates, where only one of the two was restored."""
+    if optimizer is None or scheduler is None or not hasattr(scheduler, "base_lrs"):
+        return
+    for group, base, rate in zip(
+        optimizer.param_groups, scheduler.base_lrs, scheduler.get_last_lr()
+    ):
+        group["initial_lr"], group["lr"] = base, rate

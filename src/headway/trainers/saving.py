@@ -6,7 +6,6 @@ retention rule are the checkpoint room's.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +13,23 @@ from typing import TYPE_CHECKING, Any
 from headway.checkpoint import (
     CheckpointContents,
     CheckpointManager,
+    LoadedCheckpoint,
     RNGState,
     SharingPattern,
     StateComponent,
 )
 from headway.data.loader import WindowLoader
 from headway.engine.best import require_metric
-from headway.errors import ConfigError
 from headway.models.hf import hf_config_of
+from headway.optim.build import follow_scheduler
+from headway.trainers.fingerprints import take_fingerprints
+from headway.trainers.resume import (
+    Found,
+    find_checkpoint,
+    make_report,
+    read_saved_seed,
+    wanted_components,
+)
 
 if TYPE_CHECKING:
     from headway.trainers.trainer import Trainer
@@ -37,6 +45,7 @@ class Saver:
         self._trainer = trainer
         self._run_config = run_config
         self._loader: WindowLoader | None = None
+        self._fingerprints: dict[str, Any] = {}
         self._metric_option = (
             "best_model_metric" if args.preserve_best_model else "metric_for_best_model"
         )
@@ -58,37 +67,27 @@ class Saver:
             topology={"world_size": trainer.env.world_size, "strategy": "single"},
         )
 
-    def find(self, resume: bool | str) -> Path | None:
+    def find(self, resume: bool | str) -> Found | None:
         """The checkpoint to resume from, if any."""
-        self.manager.clean_leftovers()
-        if resume is False and self.manager.list() and not self._trainer.args.overwrite_output_dir:
-            newest = self.manager.list()[-1].path
-            raise ConfigError(
-                f"resume_from_checkpoint=False, but output_dir already holds {newest}; choose "
-                f"another output_dir, or set overwrite_output_dir=True to let this run replace it"
-            )
-        path = self.manager.resolve(resume)
-        if path is not None:
-            logger.info("resuming from %s", path)
-        return path
+        found = find_checkpoint(self.manager, self._trainer.args, resume)
+        if found is not None:
+            logger.info("resuming from %s", found.path)
+        return found
 
-    def saved_seed(self, path: Path | None) -> int | None:
-        """The seed of the run that wrote a checkpoint."""
-        if path is None:
+    def saved_seed(self, found: Found | None) -> int | None:
+        """The seed to go on with: that of the checkpoint, unless its counters are left behind."""
+        if found is None or "trainer" not in wanted_components(self._trainer.args):
             return None
-        state = json.loads((path / "trainer_state.json").read_text())
-        seed = state.get("seed")
-        if seed is not None and self._trainer.args.seed not in (-1, seed):
-            logger.warning(
-                "seed=%d is given, but the checkpoint was made with %d, which wins",
-                self._trainer.args.seed,
-                seed,
-            )
-        return seed if isinstance(seed, int) else None
+        return read_saved_seed(found.path)
 
     def attach(self, loader: WindowLoader) -> None:
         """Tell the saver whose position to keep."""
+        trainer = self._trainer
+        assert trainer.strategy is not None
         self._loader = loader
+        self._fingerprints = take_fingerprints(
+            trainer.strategy.unwrap(), loader, trainer.processing_class
+        )
 
     def _contents(self) -> CheckpointContents:
         trainer = self._trainer
@@ -109,7 +108,7 @@ class Saver:
             model=model,
             optimizer=trainer.optimizer,
             components=components,
-            trainer_state=trainer.state.to_dict(),
+            trainer_state={**trainer.state.to_dict(), "fingerprints": self._fingerprints},
             model_config=hf_config_of(model),
             generation_config=None,
             save_tokenizer=tokenizer_saver if callable(tokenizer_saver) else None,
@@ -131,12 +130,41 @@ class Saver:
         )
         trainer.bus.fire("on_save", checkpoint_path=str(path), step=state.global_step)
 
-    def load(self, path: Path) -> None:
-        """Take everything from a checkpoint."""
+    def load(self, path: Path, wanted: set[str] | None = None) -> LoadedCheckpoint:
+        """Take everything, or only the wanted parts, from a checkpoint."""
         trainer = self._trainer
-        loaded = self.manager.load(self._contents(), path)
-        trainer.state.restore(loaded.trainer_state)
+        assert trainer.strategy is not None
+        contents = self._contents()
+        keys = None
+        if wanted is not None:
+            # What a strategy adds counts as the trainer's own.
+            own = {c.key for c in trainer.strategy.state_components() if "trainer" in wanted}
+            listed = {"model", "optimizer", *(c.key for c in contents.components)}
+            keys = listed & (wanted | own)
+        loaded = self.manager.load(contents, path, components=keys)
+        if wanted is None or "trainer" in wanted:
+            trainer.state.restore(loaded.trainer_state)
+        if keys is not None and len({"optimizer", "scheduler"} & keys) == 1:
+            follow_scheduler(trainer.optimizer, trainer.lr_scheduler)
         trainer.bus.fire("on_load", path=str(loaded.path))
+        return loaded
+
+    def resume(self, found: Found) -> None:
+        """Go on from a checkpoint, and report what is not as it was."""
+        trainer = self._trainer
+        wanted = wanted_components(trainer.args)
+        loaded = self.load(found.path, wanted)
+        report = make_report(
+            found,
+            loaded.manifest,
+            loaded.trainer_state,
+            config=self._run_config,
+            fingerprints=self._fingerprints,
+            loaded=wanted,
+        )
+        report.log()
+        if trainer.env.rank == 0:
+            report.write(trainer.args.output_dir)
 
     def rollback(self, skip_data: bool) -> None:
         """Return to the newest checkpoint of this run."""

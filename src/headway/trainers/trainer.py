@@ -273,8 +273,8 @@ class Trainer:
     def _train(self, resume: bool | str, signals: SignalRequests) -> TrainOutput:
         snapshot = take_snapshot(self._run_config, self.args)
         saver = Saver(self, snapshot["config"])
-        checkpoint = saver.find(resume)
-        self._choose_seed(saver.saved_seed(checkpoint))
+        found = saver.find(resume)
+        self._choose_seed(saver.saved_seed(found))
         self._prepare_model()
         assert self.strategy is not None and self.model is not None
         loader = self._loader(self.train_dataset, training=True)
@@ -287,8 +287,8 @@ class Trainer:
         plan.describe(self.state, self.args)
         self.bus.kwargs.update(train_dataloader=loader, eval_dataloader=self._eval_loader)
         saver.attach(loader)
-        if checkpoint is not None:
-            saver.load(checkpoint)
+        if found is not None:
+            saver.resume(found)
         write_snapshot(self.args.output_dir, snapshot)
         self.bus.fire("on_init_end")
         loop = TrainingLoop(self._parts(plan, loader, saver), signals)

@@ -1,0 +1,253 @@
+"""Taking up a run again: which checkpoint, what of it, and what has changed since it was made.
+
+Owns: the choice under `on_damaged_checkpoint`, the meaning of `load_components`, and the resume
+report (`run/resume-<step>.json`). Does not own: the load itself (saving.py, checkpoint) nor the
+fingerprints (fingerprints.py).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.args import TrainingArguments
+from headway.checkpoint import CheckpointError, CheckpointManager, Manifest
+from headway.config.rules_values import LOADABLE
+from headway.config.snapshot import versions, write_json
+from headway.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT, CURRENT = "checkpoint", "current"
+
+# They say how to resume, or differ in every process; a change of them changes no training.
+_NOT_COMPARED = {
+    "args.logging_dir",
+    "args.resume_from_checkpoint",
+    "args.load_components",
+    "args.on_damaged_checkpoint",
+    "args.overwrite_output_dir",
+}
+# Settings that the optimizer's param groups hold, and these come from the checkpoint.
+_IN_PARAM_GROUPS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+_CURVE = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+_LENGTH = ("max_steps", "num_train_epochs", "train_for")
+_ABSENT = "(absent)"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint to go on from, and what is wrong with newer ones, a line per file."""
+
+    path: Path
+    damaged: Sequence[str] = ()
+
+
+def find_checkpoint(
+    manager: CheckpointManager, args: TrainingArguments, resume: bool | str | Path
+) -> Found | None:
+    """What to resume from; None for a fresh start.
+
+    A folder that holds only damaged checkpoints is an error: a fresh start beside them would
+    look like the run going on.
+    """
+    manager.clean_leftovers()
+    if resume is False:
+        listed = manager.list()
+        if listed and not args.overwrite_output_dir:
+            raise ConfigError(
+                f"resume_from_checkpoint=False, but output_dir already holds {listed[-1].path}; "
+                f"choose another output_dir, or set overwrite_output_dir=True to let this run "
+                f"replace it"
+            )
+        return None
+    if resume is not True:
+        path = manager.resolve(resume)
+        assert path is not None, "resolve raises for a path that is not there"
+        return Found(path)
+    path, damaged = manager.find_intact()
+    if damaged and (path is None or args.on_damaged_checkpoint == "stop"):
+        way_out = "no older one is whole" if path is None else f"the newest whole one is {path}"
+        raise CheckpointError("\n".join([*damaged, _advice(way_out)]))
+    for problem in damaged:
+        logger.warning("passing over a damaged checkpoint: %s", problem)
+    return None if path is None else Found(path, damaged)
+
+
+def _advice(way_out: str) -> str:
+    return (
+        f"cannot resume (on_damaged_checkpoint): {way_out}; name the checkpoint to use with "
+        f"resume_from_checkpoint, or start afresh with resume_from_checkpoint=False and "
+        f"overwrite_output_dir=True"
+    )
+
+
+def wanted_components(args: TrainingArguments) -> set[str]:
+    """The parts that a resume restores; `trainer` stands for counters, history and best metric."""
+    return set(LOADABLE if args.load_components is None else args.load_components)
+
+
+def read_saved_seed(path: Path) -> int | None:
+    """The seed of the run that wrote a checkpoint."""
+    seed = json.loads((path / "trainer_state.json").read_bytes()).get("seed")
+    return seed if isinstance(seed, int) else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One option that is not what it was, and which of the two values counts now."""
+
+    key: str
+    saved: Any
+    current: Any
+    winner: str
+    note: str = ""
+
+
+def compare_configs(
+    saved: Mapping[str, Any], current: Mapping[str, Any], loaded: Collection[str]
+) -> list[Difference]:
+    """Every option in which two run configurations differ, by its dotted name."""
+    before = dict(_flatten(saved))
+    after = dict(_flatten(json.loads(json.dumps(current, default=str))))
+    differences = []
+    for key in sorted(before.keys() | after.keys()):
+        old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
+        if old != new and key not in _NOT_COMPARED:
+            winner, note = _decide(key, loaded)
+            differences.append(Difference(key, old, new, winner, note))
+    return differences
+
+
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _flatten(item, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, value
+
+
+def _decide(key: str, loaded: Collection[str]) -> tuple[str, str]:
+    """Which value counts after the load, and why; `loaded` are the restored components."""
+    group, _, name = key.partition(".")
+    if group == "args":
+        name = name.partition(".")[0]
+        if name == "seed" and "trainer" in loaded:
+            return CHECKPOINT, "a run keeps its seed"
+        if name == "learning_rate" and "scheduler" in loaded:
+            return CHECKPOINT, (
+                "the schedule's base rate is stored; change it with `headway checkpoint modify`, "
+                "or leave the scheduler out of load_components"
+            )
+        if name in _IN_PARAM_GROUPS and "optimizer" in loaded:
+            return CHECKPOINT, "the optimizer's settings are stored with its state"
+        if name in _CURVE:
+            return CURRENT, "the curve is drawn anew; the step on it is the stored one"
+        if name in _LENGTH:
+            return CURRENT, "a schedule that decays now aims at the new length"
+    elif group in ("optimizer", "optimizer_groups") and "optimizer" in loaded:
+        return CHECKPOINT, "settings of param groups are stored; the class is the current one"
+    elif group == "lr_scheduler" and "scheduler" in loaded:
+        return CHECKPOINT, "a scheduler's numbers are stored with its state"
+    elif group == "data" and "dataset" in loaded:
+        return CURRENT, "the position in the data is the stored one"
+    elif group == "model" and "model" in loaded:
+        return CURRENT, "the weights are the stored ones"
+    return CURRENT, ""
+
+
+@dataclass
+class ResumeReport:
+    """What a resume did, for people and for programs."""
+
+    checkpoint: str
+    step: int
+    save_counter: int
+    loaded: list[str]
+    left_out: list[str]
+    damaged: list[str]
+    differences: list[Difference]
+    fingerprints: dict[str, dict[str, Any]]
+    versions: dict[str, dict[str, str | None]]
+
+    @property
+    def changed_parts(self) -> list[str]:
+        """Of model, data and tokenizer, those whose fingerprint is another than the stored one."""
+        return [name for name, facts in self.fingerprints.items() if facts["same"] is False]
+
+    def log(self) -> None:
+        """Say what the run goes on with; what is not as configured is a warning."""
+        logger.info("resumed from %s (step %d)", self.checkpoint, self.step)
+        if self.left_out:
+            logger.warning("not restored (load_components): %s", ", ".join(self.left_out))
+        for name in self.changed_parts:
+            logger.warning(
+                "the %s is not the one of the checkpoint: %s, it was %s",
+                name,
+                self.fingerprints[name]["current"],
+                self.fingerprints[name]["saved"],
+            )
+        for item in self.differences:
+            level = logging.WARNING if item.winner == CHECKPOINT else logging.INFO
+            note = f" ({item.note})" if item.note else ""
+            logger.log(
+                level,
+                "%s was %r and is now %r; the %s value counts%s",
+                item.key,
+                item.saved,
+                item.current,
+                "checkpoint's" if item.winner == CHECKPOINT else "current",
+                note,
+            )
+
+    def write(self, output_dir: str | Path) -> Path:
+        """Write `run/resume-<step>.json`."""
+        folder = Path(output_dir) / "run"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"resume-{self.step}.json"
+        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        fields = {**vars(self), "differences": [vars(item) for item in self.differences]}
+        write_json(path, {"created": created, **fields})
+        return path
+
+
+def make_report(
+    found: Found,
+    manifest: Manifest,
+    saved_state: Mapping[str, Any],
+    *,
+    config: Mapping[str, Any],
+    fingerprints: Mapping[str, Any],
+    loaded: Collection[str],
+) -> ResumeReport:
+    """Compare a loaded checkpoint with the run that goes on from it."""
+    file = found.path / "run" / "config.json"
+    saved_config = json.loads(file.read_bytes()) if "run/config.json" in manifest.files else {}
+    stored = saved_state.get("fingerprints") or {}
+    now = versions()
+    return ResumeReport(
+        checkpoint=str(found.path),
+        step=manifest.step,
+        save_counter=manifest.save_counter,
+        loaded=sorted(loaded),
+        left_out=sorted(set(LOADABLE) - set(loaded)),
+        damaged=list(found.damaged),
+        differences=compare_configs(saved_config, config, loaded) if saved_config else [],
+        fingerprints={
+            name: {
+                "saved": stored.get(name),
+                "current": current,
+                "same": stored[name] == current if name in stored else None,
+            }
+            for name, current in fingerprints.items()
+        },
+        versions={
+            "headway": {"saved": manifest.headway_version, "current": now["headway"]},
+            "torch": {"saved": manifest.torch_version, "current": now["torch"]},
+        },
+    )

@@ -1,0 +1,280 @@
+"""What a resume chooses, what it restores, and what it says about changes."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from headway import Trainer, TrainingArguments
+from headway.checkpoint import CheckpointError
+from headway.data.fingerprint import fingerprint_data
+from headway.data.loader import WindowLoader
+from headway.data.tokenizer import ByteTokenizer
+from headway.errors import ConfigError
+from headway.testing import tiny_dataset, tiny_decoder
+
+
+def make(folder, steps, *, model=tiny_decoder, data=None, tokenizer=None, **arguments):
+    settings = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "max_steps": 20,
+        "save_steps": 2,
+        "save_total_limit": None,
+        "learning_rate": 1e-2,
+        "stop_at": steps,
+        "seed": 3,
+        "use_cpu": True,
+        **arguments,
+    }
+    return Trainer(
+        args=TrainingArguments(**settings),
+        model_init=model,
+        train_dataset=tiny_dataset(48, sequence_length=8) if data is None else data,
+        processing_class=tokenizer,
+        default_callbacks=False,
+    )
+
+
+def train(folder, steps, **changes):
+    trainer = make(folder, steps, **changes)
+    trainer.train()
+    return trainer
+
+
+def report(folder, step):
+    return json.loads((folder / "run" / f"resume-{step}.json").read_text())
+
+
+def differences(folder, step):
+    return {item["key"]: item for item in report(folder, step)["differences"]}
+
+
+def spoil(path):
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+
+
+# Which checkpoint
+
+
+def test_a_path_that_does_not_exist_is_an_error(tmp_path):
+    train(tmp_path, 2)
+    with pytest.raises(ConfigError, match=r"checkpoint-9 does not exist.*checkpoint-2"):
+        train(tmp_path, 4, resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+
+
+def test_false_starts_afresh_only_when_told_to_overwrite(tmp_path):
+    train(tmp_path, 2)
+    with pytest.raises(ConfigError, match="overwrite_output_dir=True"):
+        train(tmp_path, 4, resume_from_checkpoint=False)
+    again = make(tmp_path, 1, resume_from_checkpoint=False, overwrite_output_dir=True)
+    assert again.train().global_step == 1
+    assert not (tmp_path / "run" / "resume-2.json").exists()
+
+
+def test_the_newest_is_told_by_the_save_counter(tmp_path):
+    train(tmp_path, 6)
+    train(tmp_path, 3, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    # 6 was saved before 3, so the run goes on from 3.
+    assert train(tmp_path, 4).state.global_step == 4
+    assert report(tmp_path, 3)["checkpoint"].endswith("checkpoint-3")
+
+
+def test_a_damaged_newest_is_named_file_by_file_and_passed_over(tmp_path, caplog):
+    train(tmp_path, 6)
+    files = [
+        tmp_path / "checkpoint-6" / "model-00001-of-00001.safetensors",
+        tmp_path / "checkpoint-6" / "trainer_state.json",
+        tmp_path / "checkpoint-4" / "checkpoint_manifest.json",
+    ]
+    for file in files:
+        spoil(file)
+    with caplog.at_level(logging.WARNING):
+        train(tmp_path, 5)
+    assert all(str(file) in caplog.text for file in files)
+    told = report(tmp_path, 2)
+    assert told["checkpoint"].endswith("checkpoint-2") and len(told["damaged"]) == 3
+
+
+def test_the_policy_can_be_to_stop(tmp_path):
+    train(tmp_path, 4)
+    file = tmp_path / "checkpoint-4" / "optimizer-00001-of-00001.safetensors"
+    spoil(file)
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError) as caught:
+        train(tmp_path, 5, on_damaged_checkpoint="stop")
+    assert str(file) in str(caught.value) and "checkpoint-2" in str(caught.value)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before
+
+
+def test_nothing_whole_is_left_is_an_error_under_both_policies(tmp_path):
+    train(tmp_path, 2)
+    spoil(tmp_path / "checkpoint-2" / "trainer_state.json")
+    for policy in ("fallback", "stop"):
+        with pytest.raises(CheckpointError, match="no older one is whole"):
+            train(tmp_path, 4, on_damaged_checkpoint=policy)
+
+
+def test_a_damaged_path_is_not_replaced_by_another(tmp_path):
+    train(tmp_path, 4)
+    file = tmp_path / "checkpoint-4" / "trainer_state.json"
+    spoil(file)
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json is damaged"):
+        train(tmp_path, 6, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+# What is restored
+
+
+def test_load_components_chooses(tmp_path, caplog):
+    first = train(tmp_path / "a", 4)
+    path = str(tmp_path / "a" / "checkpoint-4")
+    with caplog.at_level(logging.WARNING):
+        second = make(
+            tmp_path / "b", 1, seed=8, resume_from_checkpoint=path, load_components=["model"]
+        )
+        seen = {}
+
+        class Look:
+            def on_train_begin(self, model, state, optimizer):
+                seen["weights"] = {k: v.clone() for k, v in model.state_dict().items()}
+                seen["step"], seen["seed"] = state.global_step, state.seed
+                seen["moments"] = len(optimizer.state)
+
+        second.add_callback(Look())
+        second.train()
+    for name, value in first.model.state_dict().items():
+        assert torch.equal(seen["weights"][name], value), name
+    assert (seen["step"], seen["seed"], seen["moments"]) == (0, 8, 0)
+    assert "not restored (load_components): callbacks, dataset, optimizer, rng" in caplog.text
+    assert report(tmp_path / "b", 4)["loaded"] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "rate"),
+    [
+        # 20 steps from 1e-2 down to 0 in a line: after 4 steps 0.8 of it
+        (None, 8e-3),
+        (["model", "trainer", "scheduler"], 8e-3),
+        (["model", "trainer", "optimizer"], 5e-4),  # a schedule of its own, from its first step
+        (["model", "trainer"], 5e-4),
+    ],
+)
+def test_the_rate_that_counts_is_the_scheduler_s(tmp_path, parts, rate):
+    train(tmp_path, 4)
+    second = make(tmp_path, 5, learning_rate=5e-4, load_components=parts)
+    rates = []
+
+    class Look:
+        def on_step_begin(self, optimizer):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    second.add_callback(Look())
+    second.train()
+    assert rates == [pytest.approx(rate, rel=1e-12)]
+    difference = differences(tmp_path, 4)["args.learning_rate"]
+    assert difference["winner"] == ("checkpoint" if rate == 8e-3 else "current")
+
+
+# What is told
+
+
+def test_every_changed_option_is_told_with_the_value_that_counts(tmp_path, caplog):
+    train(tmp_path, 4, weight_decay=0.0)
+    with caplog.at_level(logging.INFO):
+        second = train(
+            tmp_path, 6, max_steps=40, seed=9, weight_decay=0.5, warmup_steps=2, logging_steps=7
+        )
+    winners = {key: item["winner"] for key, item in differences(tmp_path, 4).items()}
+    assert winners == {
+        "args.max_steps": "current",
+        "args.seed": "checkpoint",
+        "args.weight_decay": "checkpoint",
+        "args.warmup_steps": "current",
+        "args.logging_steps": "current",
+        "args.stop_at": "current",
+    }
+    assert second.state.seed == 3 and second.state.max_steps == 40
+    assert second.optimizer.param_groups[0]["weight_decay"] == 0.0
+    # The new curve at the stored step: 4 steps after 2 of warm-up, of 38.
+    rate = second.optimizer.param_groups[0]["lr"]
+    assert rate == pytest.approx(1e-2 * (1 - (6 - 2) / 38), rel=1e-9)
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert any("args.seed was 3 and is now 9; the checkpoint's value counts" in w for w in warned)
+    assert not any("max_steps" in w for w in warned)
+
+
+def test_without_a_change_nothing_is_told(tmp_path, caplog):
+    train(tmp_path, 4)
+    with caplog.at_level(logging.WARNING):
+        train(tmp_path, None)
+    told = report(tmp_path, 4)
+    assert [item["key"] for item in told["differences"]] == ["args.stop_at"]
+    assert all(facts["same"] for facts in told["fingerprints"].values())
+    assert told["damaged"] == told["left_out"] == [] and caplog.records == []
+
+
+def test_another_model_is_an_error_that_names_the_tensors(tmp_path):
+    train(tmp_path, 2)
+    with pytest.raises(CheckpointError, match=r"does not fit the model.*layers"):
+        train(tmp_path, 4, model=lambda: tiny_decoder(num_layers=3))
+    with pytest.raises(CheckpointError, match=r"is \[\d+, 32\] there"):
+        train(tmp_path, 4, model=lambda: tiny_decoder(hidden_size=64))
+
+
+@pytest.mark.parametrize("part", ["data", "tokenizer"])
+def test_other_data_or_another_tokenizer_is_a_warning(tmp_path, caplog, part):
+    class Other(ByteTokenizer):
+        digest = "another"
+
+    train(tmp_path, 2, tokenizer=ByteTokenizer())
+    changes = {"data": tiny_dataset(48, sequence_length=8, seed=5), "tokenizer": Other()}
+    with caplog.at_level(logging.WARNING):
+        train(tmp_path, 4, **{"tokenizer": ByteTokenizer(), part: changes[part]})
+    assert f"the {part} is not the one of the checkpoint" in caplog.text
+    same = {name: facts["same"] for name, facts in report(tmp_path, 2)["fingerprints"].items()}
+    assert same == {"model": True, "data": True, "tokenizer": True, part: False}
+
+
+def test_the_fingerprint_of_data():
+    def of(dataset, seed=1):
+        return fingerprint_data(WindowLoader(dataset, batch_size=2, seed=seed))
+
+    data = tiny_dataset(16, sequence_length=8)
+    assert of(data) == of([dict(sample) for sample in data]) == of(data, seed=2)
+    assert of(data) != of(data[:-1])
+    changed = [*data[:-1], {**data[-1], "labels": [0] * 8}]
+    assert of(data) != of(changed)
+
+    class Random:
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return {"input_ids": torch.randint(9, (3,))}
+
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    assert of(Random()) == of(Random()), "randomness inside a sample follows the seed"
+    assert torch.equal(torch.get_rng_state(), state), "looking must not move the generators"
+    assert of(iter(data)) == {"kind": "iterable", "num_samples": None}
+
+
+def test_token_files_are_told_apart_by_their_digest(tmp_path):
+    from headway.data.datasets import TokenDataset
+    from headway.data.mixing import MixedDataset
+    from headway.data.tokens import TokenFileWriter
+
+    datasets = []
+    for number in range(2):
+        with TokenFileWriter(tmp_path / f"{number}.hwt") as writer:
+            for start in range(50):
+                # They differ only where no sample is looked at.
+                writer.add_document([start + (number if start == 10 else 0)] * 10)
+        datasets.append(TokenDataset(tmp_path / f"{number}.hwt", sequence_length=10))
+    found = [fingerprint_data(WindowLoader(data, batch_size=2)) for data in datasets]
+    assert found[0]["samples"] == found[1]["samples"]
+    assert found[0]["token_files"] != found[1]["token_files"]
+    mixed = fingerprint_data(WindowLoader(MixedDataset(datasets), batch_size=2))
+    assert mixed["token_files"] == found[0]["token_files"] + found[1]["token_files"]
