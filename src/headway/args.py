@@ -114,6 +114,8 @@ class MinimalTrainingArguments(Arguments):
     """When to save a checkpoint: `no`, `steps` or `epoch`."""
     save_steps: int = 1000
     """Optimizer steps between checkpoints when `save_strategy` is `steps`."""
+    save_async: bool = True
+    """Write checkpoints in the background while training goes on; at most one at a time."""
     save_every: str | int | None = None
     """Save at this interval, a duration; in place of `save_strategy` and `save_steps`."""
     save_total_limit: int | None = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 
 import pytest
@@ -46,6 +47,7 @@ def test_order_of_one_step_with_everything_due(tmp_path):
         eval_steps=1,
         save_strategy="steps",
         save_steps=1,
+        save_async=False,  # in the background, on_save comes once the write is done
     ).train()
     micro_batch = ["on_forward_backward_begin", "on_forward_backward_end", "on_substep_end"]
     assert recorder.names() == [
@@ -77,6 +79,25 @@ def test_order_of_one_step_with_everything_due(tmp_path):
     steps = dict(recorder.events)
     assert steps["on_train_metrics"] == 0, "before the step is counted"
     assert steps["on_step_end"] == 1
+
+
+def test_on_save_of_a_background_save_comes_before_the_end_with_the_saved_step(tmp_path):
+    seen = []
+
+    class Listener(Recorder):
+        def on_save(self, args, state, control, checkpoint_path, step, **kwargs):
+            self.events.append(("on_save", state.global_step))
+            seen.append((checkpoint_path, step, threading.current_thread()))
+
+    recorder = Listener()
+    tiny_trainer(tmp_path, [recorder], max_steps=5, save_strategy="steps", save_steps=2).train()
+    assert [step for _, step, _ in seen] == [2, 4, 5]
+    assert [path for path, _, _ in seen] == [
+        str(tmp_path / "out" / f"checkpoint-{n}") for n in (2, 4, 5)
+    ]
+    assert {thread for _, _, thread in seen} == {threading.main_thread()}
+    names = recorder.names()
+    assert names.index("on_train_end") > max(i for i, n in enumerate(names) if n == "on_save")
 
 
 def test_every_event_brings_its_arguments(tmp_path):
@@ -312,7 +333,7 @@ def test_flag_raised_in_on_log_acts_in_the_same_step(tmp_path):
                 control.should_evaluate = True
 
     recorder = Recorder()
-    tiny_trainer(tmp_path, [SaveOnLog(), recorder], max_steps=3).train()
+    tiny_trainer(tmp_path, [SaveOnLog(), recorder], max_steps=3, save_async=False).train()
     assert [step for name, step in recorder.events if name == "on_save"] == [2]
     assert [step for name, step in recorder.events if name == "on_evaluate"] == [2]
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from headway.args import TrainingArguments
+from headway.checkpoint.background import BackgroundSaver
 from headway.data.loader import Window, WindowLoader
 from headway.engine.best import update_best
 from headway.engine.events import EventBus
@@ -33,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 # Without a log cadence in steps, metrics still leave the device now and then.
 _MOST_BUFFERED_STEPS = 1000
-_LOG, _EVALUATE, _SAVE, _STOP, _ABORT, _ROLLBACK, _END_EPOCH, _SIGNAL = (1 << n for n in range(8))
+_LOG, _EVALUATE, _SAVE, _STOP, _ABORT, _ROLLBACK, _END_EPOCH, _SIGNAL, _SAVED = (
+    1 << n for n in range(9)
+)
 
 
 class NonFiniteError(RuntimeError):
@@ -63,6 +66,9 @@ class LoopParts:
     """Deliver a record; the second argument says whether `on_log_step` goes first."""
     evaluate: Callable[[], dict[str, float]]
     save: Callable[[dict[str, float] | None], None]
+    saves: BackgroundSaver
+    deliver_save: Callable[[], None]
+    """Announce the save that has ended; raises what it failed with."""
     rollback: Callable[[bool], None]
 
 
@@ -183,11 +189,16 @@ class TrainingLoop:
             wanted |= _SAVE
         if self.signals.stop_signal is not None or p.length.interrupted(state, self._clock, now):
             wanted |= _SIGNAL
+        if p.saves.finished:
+            wanted |= _SAVED
         wanted = p.strategy.agree(wanted)
         if not wanted:
             if p.metrics.num_steps >= _MOST_BUFFERED_STEPS:
                 self._flush()
             return False
+        if wanted & _SAVED:
+            p.deliver_save()
+            wanted |= p.strategy.agree(self._take_flags())
         if wanted & _LOG:
             self._log()
             wanted |= p.strategy.agree(self._take_flags())  # what handlers of the log asked for

@@ -34,6 +34,8 @@ class Strategy(ABC):
 
     name: str
     device: torch.device
+    before_apply: Callable[[], None] | None = None
+    """Called by `apply` before the optimizer changes anything: a save may still be copying."""
 
     @abstractmethod
     def setup(self, model: nn.Module) -> nn.Module:

@@ -78,6 +78,8 @@ class SingleDevice(Strategy):
         return norm
 
     def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
+        if self.before_apply is not None:
+            self.before_apply()
         # Anything not finite in the two makes their sum so.
         total = loss + grad_norm
         if self._reading_waits and getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -18,6 +18,7 @@ from headway.checkpoint import (
     SharingPattern,
     StateComponent,
 )
+from headway.checkpoint.background import BackgroundSaver
 from headway.data.loader import WindowLoader
 from headway.engine.best import require_metric
 from headway.models.hf import hf_config_of
@@ -64,8 +65,9 @@ class Saver:
             preserve_n_best=num_best,
             greater_is_better=bool(greater),
             keep_every_n_steps=args.keep_every_n_steps,
-            topology={"world_size": trainer.env.world_size, "strategy": "single"},
+            topology={"strategy": "single"},
         )
+        self.background = BackgroundSaver(self.manager, asynchronous=args.save_async)
 
     def find(self, resume: bool | str) -> Found | None:
         """The checkpoint to resume from, if any."""
@@ -89,13 +91,26 @@ class Saver:
             trainer.strategy.unwrap(), loader, trainer.processing_class
         )
 
+    def prepare(self) -> None:
+        """Allocate what saves copy to, and let optimizer steps wait for a copy under way."""
+        strategy = self._trainer.strategy
+        assert strategy is not None
+        self.manager.reserve(self._contents())
+        if strategy.device.type == "cuda":
+            strategy.before_apply = self.manager.wait_before_update
+
     def _contents(self) -> CheckpointContents:
         trainer = self._trainer
         assert trainer.strategy is not None and self._loader is not None
         components = [
             StateComponent("dataset", self._loader, SharingPattern.GLOBAL),
             StateComponent("callbacks", trainer.bus, SharingPattern.GLOBAL),
-            StateComponent("rng", RNGState(), SharingPattern.PER_RANK),
+            StateComponent(
+                "rng",
+                RNGState(),
+                SharingPattern.PER_RANK,
+                metadata={"on_missing_rank": "fresh"},
+            ),
             *trainer.strategy.state_components(),
         ]
         if trainer.lr_scheduler is not None:
@@ -116,7 +131,12 @@ class Saver:
         )
 
     def save(self, metrics: dict[str, float] | None) -> None:
-        """Write a checkpoint of the current step."""
+        """Copy the state of the current step and begin to write it.
+
+        `on_save` fires once it is committed: at a later step boundary, or now if saves are
+        synchronous.
+        """
+        self.deliver()
         trainer, state = self._trainer, self._trainer.state
         metric = None
         if metrics is not None:
@@ -125,10 +145,30 @@ class Saver:
             state.best_model_checkpoint = str(
                 Path(trainer.args.output_dir) / f"checkpoint-{state.global_step}"
             )
-        path = self.manager.save(
+        pending = self.manager.stage(
             self._contents(), state.global_step, metrics=metrics, metric=metric
         )
-        trainer.bus.fire("on_save", checkpoint_path=str(path), step=state.global_step)
+        self.background.start(pending)
+        if not trainer.args.save_async:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Wait for the save under way, if any, and announce it; what it failed with is raised."""
+        saved = self.background.collect()
+        if saved is not None:
+            self._trainer.bus.fire("on_save", checkpoint_path=str(saved.path), step=saved.step)
+
+    def settle(self) -> None:
+        """After an error: let the save under way end; its own failure is only logged."""
+        try:
+            saved = self.background.collect()
+        except Exception:
+            logger.exception("the last save failed")
+            return
+        if saved is not None:
+            self._trainer.bus.fire_to_all(
+                "on_save", checkpoint_path=str(saved.path), step=saved.step
+            )
 
     def load(self, path: Path, wanted: set[str] | None = None) -> LoadedCheckpoint:
         """Take everything, or only the wanted parts, from a checkpoint."""
@@ -169,6 +209,7 @@ class Saver:
     def rollback(self, skip_data: bool) -> None:
         """Return to the newest checkpoint of this run."""
         assert self._loader is not None
+        self.deliver()
         path = self.manager.resolve(True)
         if path is None:
             raise RuntimeError(
@@ -190,6 +231,7 @@ class Saver:
         """Weights of the best checkpoint; counters and optimizer stay where they are."""
         trainer = self._trainer
         assert trainer.strategy is not None
+        self.deliver()
         best = self.manager.best()
         if best is None:
             logger.warning(

@@ -295,9 +295,15 @@ class Trainer:
         self.model.train()
         batch_size = self.args.per_device_train_batch_size * loader.deal.accumulation
         start = RunStart.now(self.state, batch_size)
-        self.bus.fire("on_train_begin")
+        if plan.save_trigger.active:
+            saver.prepare()
         try:
+            self.bus.fire("on_train_begin")
             loop.run()
+            saver.deliver()
+        except BaseException:
+            saver.settle()
+            raise
         finally:
             loader.close()
         output = self._finish(loop, saver, signals, start)
@@ -340,6 +346,8 @@ class Trainer:
             log=self.log,
             evaluate=self._evaluate_in_training,
             save=saver.save,
+            saves=saver.background,
+            deliver_save=saver.deliver,
             rollback=saver.rollback,
         )
 

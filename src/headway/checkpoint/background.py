@@ -1,0 +1,93 @@
+"""Writing a save while training goes on.
+
+Owns: the one thread in which a save is written, that at most one is under way, and that its outcome
+reaches the main thread. Does not own: the copy of the state (staging.py), the writing and the
+commit (manager.py), when to look for the outcome (the training loop).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.checkpoint.manager import CheckpointManager, PendingSave
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that is committed."""
+
+    path: Path
+    step: int
+
+
+class BackgroundSaver:
+    """Hands staged saves to a thread and brings their outcome back.
+
+    With `asynchronous=False` the save is written before `start` returns; all else is the same.
+    """
+
+    def __init__(self, manager: CheckpointManager, *, asynchronous: bool = True) -> None:
+        self.finished = False
+        """Whether a save has ended whose outcome `collect` has not returned yet."""
+        self._manager = manager
+        self._asynchronous = asynchronous
+        self._thread: threading.Thread | None = None
+        self._step: int | None = None
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._last_error: str | None = None
+
+    @property
+    def status(self) -> str:
+        """One line for people: what is being written, or how the last save failed."""
+        if self._step is not None and not self.finished:
+            return f"writing the checkpoint of step {self._step}"
+        return self._last_error or "idle"
+
+    def start(self, pending: PendingSave) -> None:
+        """Write a staged save; the outcome of the one before must have been collected.
+
+        The interpreter does not exit before the thread has ended.
+        """
+        assert self._step is None, "at most one save is under way"
+        self._step = pending.step
+        if not self._asynchronous:
+            self._write(pending)
+            return
+        self._thread = threading.Thread(
+            target=self._write, args=(pending,), name=f"headway-save-{pending.step}", daemon=False
+        )
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter is exiting and starts no more threads
+            self._thread = None
+            self._write(pending)
+
+    def _write(self, pending: PendingSave) -> None:
+        try:
+            self._path = self._manager.write(pending)
+            self._last_error = None
+        except BaseException as error:
+            self._error = error
+            self._last_error = (
+                f"the save of step {pending.step} failed: {type(error).__name__}: {error}"
+            )
+        finally:
+            self.finished = True
+
+    def collect(self) -> Saved | None:
+        """Wait for the save under way, if any; returns it, or raises what it failed with."""
+        if self._step is None:
+            return None
+        if self._thread is not None:
+            self._thread.join()
+        step, path, error = self._step, self._path, self._error
+        self._thread = self._step = self._path = self._error = None
+        self.finished = False
+        if error is not None:
+            error.add_note(f"while saving the checkpoint of step {step}")
+            raise error
+        assert path is not None
+        return Saved(path, step)
