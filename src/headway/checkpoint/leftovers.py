@@ -46,7 +46,7 @@ def clean_leftovers(storage: Storage) -> list[str]:
     is deleted if the successor is committed (unless it is pinned), and gets its own name back if
     there is none.
     """
-    done = []
+    done = storage.collect_leftovers()
     for name in storage.list_dirs():
         match = _LEFTOVER.fullmatch(name)
         if match is None or not _may_go(storage.root / name, match["nonce"]):

@@ -41,7 +41,7 @@ from headway.checkpoint.reader import load_contents, load_weights
 from headway.checkpoint.retention import Entry, choose_deletions, rank_by_metric
 from headway.checkpoint.staged import StagedCheckpoint
 from headway.checkpoint.staging import Stager
-from headway.checkpoint.storage import Storage
+from headway.checkpoint.storage import Storage, is_url, open_storage
 from headway.checkpoint.tensors import MAX_SHARD_BYTES
 from headway.checkpoint.writer import NUM_THREADS, ContentsWriter
 from headway.errors import ConfigError, unknown
@@ -110,7 +110,9 @@ class CheckpointManager:
         new_hasher(digest)
         if max_shard_bytes < 1:
             raise ConfigError(f"max_shard_bytes is {max_shard_bytes}; allowed: at least 1")
-        self.output_dir = Path(output_dir).absolute()
+        self._storage = storage or open_storage(output_dir)
+        self.output_dir = self._storage.root if is_url(output_dir) else Path(output_dir).absolute()
+        """The run directory; for an address, the local working directory of its storage."""
         self.pinned: set[str] = set()
         """Directory names that retention leaves alone for as long as this object lives; a pin
         that lasts is `pins.pin`."""
@@ -118,11 +120,15 @@ class CheckpointManager:
         self._digest = digest
         self._max_shard_bytes = max_shard_bytes
         self._ranks = ranks or SoloRanks()
+        if is_url(output_dir) and self._ranks.world_size > 1:
+            raise ConfigError(
+                f"output_dir={str(output_dir)!r}: an address is written by one process, not by "
+                f"{self._ranks.world_size} ranks; give a directory that all of them share"
+            )
         self._topology = {
             **(topology or {"strategy": "single"}),
             **self._ranks.topology(),
         }
-        self._storage = storage or Storage(self.output_dir)
         self._num_threads = num_threads
         self._stager = Stager(self._ranks)
         self._last_counter = 0
@@ -330,6 +336,7 @@ class CheckpointManager:
 
     def list(self) -> list[CommittedCheckpoint]:
         """The committed checkpoints, by save counter, oldest first."""
+        self._storage.refresh()
         return committed(self.output_dir)
 
     def find_latest(self) -> Path | None:
@@ -352,7 +359,7 @@ class CheckpointManager:
         if resume is False:
             return None
         if resume is not True:
-            return self._resolve_path(Path(resume))
+            return self._resolve_path(self._storage.path_of(resume))
         path, damaged = self.find_intact()
         for problem in damaged:
             logger.warning("passing over a damaged checkpoint: %s", problem)
@@ -363,10 +370,12 @@ class CheckpointManager:
 
         The second item has a line for every damaged file.
         """
+        found = self.list()
         damaged = [*damaged_manifests(self.output_dir).values()]
-        for checkpoint in reversed(self.list()):
+        for checkpoint in reversed(found):
             if checkpoint.kind != "training":
                 continue
+            self._storage.fetch(checkpoint.path)
             problems = verify(checkpoint.path)
             if not problems:
                 self._verified.add((checkpoint.path, checkpoint.manifest.digest))
@@ -385,6 +394,7 @@ class CheckpointManager:
             reason = f"it is of kind {manifest.kind!r}, and only kind 'training' resumes"
             raise ConfigError(self._not_resumable(given, path, reason))
         path = path.absolute()
+        self._storage.fetch(path)
         self._require_intact(path, manifest)
         self._verified.add((path, manifest.digest))
         return path
@@ -414,7 +424,7 @@ class CheckpointManager:
         named ones (`model`, `optimizer`, component keys). A component that is required and
         missing, or that fails to load, is a `CheckpointError`.
         """
-        directory = Path(path).absolute() if path is not None else self.resolve(True)
+        directory = self._at_hand(path) if path is not None else self.resolve(True)
         if directory is None:
             raise CheckpointError(f"{self.output_dir} holds no checkpoint that can be loaded")
         manifest = read_manifest(directory)
@@ -425,13 +435,18 @@ class CheckpointManager:
 
     def load_model(self, model: nn.Module, path: str | Path) -> None:
         """Load only the weights of a checkpoint of any kind; only their files are verified."""
-        directory = Path(path).absolute()
+        directory = self._at_hand(path)
         manifest = read_manifest(directory)
         entry = manifest.component("model")
         if entry is None:
             raise CheckpointError(f"{directory} holds no model")
         self._require_intact(directory, manifest, names=entry["files"])
         load_weights(model, directory, manifest)
+
+    def _at_hand(self, path: str | Path) -> Path:
+        directory = self._storage.path_of(path).absolute()
+        self._storage.fetch(directory)
+        return directory
 
     def _require_intact(
         self, directory: Path, manifest: Manifest, names: Collection[str] | None = None

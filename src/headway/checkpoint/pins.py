@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from headway.checkpoint.manifest import read_manifest
+from headway.checkpoint.storage import is_url, open_storage
 
 PIN_NAME = ".pinned"
 
@@ -22,13 +23,24 @@ def is_pinned(path: str | Path) -> bool:
 
 def pin(path: str | Path) -> None:
     """Keep a committed checkpoint until it is unpinned; `CheckpointError` if it is not one."""
-    directory = Path(path)
-    read_manifest(directory)
-    (directory / PIN_NAME).touch()
+    _mark(path, pinned=True)
 
 
 def unpin(path: str | Path) -> None:
     """Give a checkpoint back to retention; one that is not pinned stays as it is."""
-    directory = Path(path)
+    _mark(path, pinned=False)
+
+
+def _mark(path: str | Path, *, pinned: bool) -> None:
+    if is_url(path):
+        storage = open_storage(str(path).rstrip("/").rpartition("/")[0])
+        directory = storage.path_of(path)
+    else:
+        directory = Path(path).absolute()
+        storage = open_storage(directory.parent)
     read_manifest(directory)
-    (directory / PIN_NAME).unlink(missing_ok=True)
+    if pinned:
+        (directory / PIN_NAME).touch()
+    else:
+        (directory / PIN_NAME).unlink(missing_ok=True)
+    storage.sync_dir(directory)

@@ -22,7 +22,7 @@ from typing import Any
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from headway.checkpoint.owner import NONCE_PATTERN, new_nonce, owner_state
-from headway.checkpoint.pins import PIN_NAME
+from headway.checkpoint.pins import PIN_NAME, is_pinned
 from headway.checkpoint.storage import TRASH_PREFIX, Storage, check_name, is_url, list_files
 from headway.errors import missing_extra
 
@@ -58,6 +58,14 @@ class RemoteStorage(Storage):
     def locate(self, path: Path) -> str:
         return f"{self.url}/{self._places.get(path.name, path.name)}"
 
+    def path_of(self, location: str | Path) -> Path:
+        parent, _, name = str(location).rstrip("/").rpartition("/")
+        if not is_url(location) or parent != self.url:
+            return Path(location)
+        self.refresh()
+        by_place = {place: local for local, place in self._places.items()}
+        return self.root / by_place.get(name, name)
+
     def make_root(self) -> None:
         self.refresh()
 
@@ -65,7 +73,15 @@ class RemoteStorage(Storage):
         """Nothing to wait for: what counts is uploaded when it is complete."""
 
     def sync_dir(self, path: Path) -> None:
-        """Nothing to wait for: what counts is uploaded when it is complete."""
+        """A checkpoint's pin goes to the address; the rest is uploaded when it is complete."""
+        place = self._places.get(path.name)
+        if place is None or path.parent != self.root:
+            return
+        marker = self._path(place, PIN_NAME)
+        if is_pinned(path):
+            self._fs.pipe_file(marker, b"")
+        elif self._fs.exists(marker):
+            self._fs.rm_file(marker)
 
     # -- what is there ----------------------------------------------------------------------
 
@@ -135,6 +151,16 @@ class RemoteStorage(Storage):
                 self._fs.get_file(self._path(place, name), str(target))
             except FileNotFoundError:
                 logger.warning("%s/%s is missing", self.locate(path), name)
+
+    def download(self, name: str) -> None:
+        """Bring in a folder that is no checkpoint, with all it holds."""
+        base = self._path(name)
+        if not self._fs.isdir(base):
+            raise FileNotFoundError(f"{self.url}/{name} does not exist")
+        for remote in self._fs.find(base):
+            file = self.root / name / check_name(str(remote)[len(base) + 1 :])
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._fs.get_file(remote, str(file))
 
     # -- changes ----------------------------------------------------------------------------
 
@@ -216,23 +242,10 @@ class RemoteStorage(Storage):
         self.refresh()
         for name, place in list(self._places.items()):
             successor = re.fullmatch(rf"(.+)\.old-{NONCE_PATTERN}", name, re.ASCII)
-            if successor and successor[1] in self._places and not is_marked(self.root / name):
+            if successor and successor[1] in self._places and not is_pinned(self.root / name):
                 self.remove_tree(self.root / name)
                 done.append(place)
         return done
-
-    def set_pin(self, path: Path, pinned: bool) -> None:
-        """Pin or unpin a checkpoint at the address."""
-        marker = self._path(self._places[path.name], PIN_NAME)
-        if pinned:
-            self._fs.pipe_file(marker, b"")
-        elif self._fs.exists(marker):
-            self._fs.rm_file(marker)
-
-
-def is_marked(directory: Path) -> bool:
-    """Whether a working copy carries a pin."""
-    return (directory / PIN_NAME).exists()
 
 
 def _counter(directory: Path) -> int:
@@ -250,18 +263,9 @@ def local_copy(location: str | Path) -> Iterator[Path]:
         return
     parent, _, name = str(location).rstrip("/").rpartition("/")
     storage = RemoteStorage(parent)
-    storage.refresh()
-    for found, place in storage._places.items():
-        if name in (found, place):
-            storage.fetch(storage.root / found)
-            yield storage.root / found
-            return
-    target = storage.root / name
-    base = storage._path(name)
-    if not storage._fs.isdir(base):
-        raise FileNotFoundError(f"{location} does not exist")
-    for remote in storage._fs.find(base):
-        file = target / check_name(str(remote)[len(base) + 1 :])
-        file.parent.mkdir(parents=True, exist_ok=True)
-        storage._fs.get_file(remote, str(file))
-    yield target
+    path = storage.path_of(f"{storage.url}/{name}")
+    if path.is_dir():
+        storage.fetch(path)
+    else:
+        storage.download(name)
+    yield path

@@ -121,6 +121,10 @@ class Storage:
         """Where a directory of the root is, for people: its path or address."""
         return str(path)
 
+    def path_of(self, location: str | Path) -> Path:
+        """The path that `locate` was asked for; a path stands for itself."""
+        return Path(location)
+
     def list_dirs(self) -> list[str]:
         """Names of the real directories in the root, sorted; none if the root does not exist."""
         try:
