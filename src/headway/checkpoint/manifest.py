@@ -13,12 +13,14 @@ import math
 import os
 import re
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headway.checkpoint.digest import DEFAULT_DIGEST, digest_bytes, digest_file
 from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.jsonfile import read_json
 from headway.checkpoint.owner import NONCE_PATTERN
 from headway.checkpoint.storage import FileRecord, Storage, check_name, is_plain_file, list_files
 from headway.errors import ConfigError
@@ -26,6 +28,7 @@ from headway.errors import ConfigError
 MANIFEST_NAME = "checkpoint_manifest.json"
 FORMAT_VERSION = 1
 DIR_PREFIXES = {"training": "checkpoint", "merged": "merged", "export": "export"}
+_MAX_MANIFEST_BYTES = 1 << 28
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
 # `.old-`: a checkpoint moved aside while its successor of the same step takes its name. It counts,
 # so that a crash between the two renames loses nothing.
@@ -157,10 +160,7 @@ def read_manifest(path: str | Path) -> Manifest:
     file = directory / MANIFEST_NAME
     if not is_plain_file(directory, MANIFEST_NAME):
         raise CheckpointError(f"{file} does not exist: {directory} is not a committed checkpoint")
-    try:
-        fields = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
+    fields = read_json(file, max_bytes=_MAX_MANIFEST_BYTES)
     _check_structure(fields, file)
     own_digest = fields.pop("digest")
     try:
@@ -222,24 +222,31 @@ def _candidates(output_dir: str | Path) -> list[Path]:
     return [storage.root / name for name in storage.list_dirs() if _DIR_NAME.fullmatch(name)]
 
 
-def verify(path: str | Path, *, names: Collection[str] | None = None) -> list[str]:
+def verify(
+    path: str | Path, *, names: Collection[str] | None = None, num_threads: int = 1
+) -> list[str]:
     """What is wrong with a checkpoint, one line per file; empty if all is well.
 
     Every listed file (or only `names`) must be there with its size and digest, and no weight file
-    may lie beside them that the manifest does not list.
+    may lie beside them that the manifest does not list. Digests are taken without holding the
+    interpreter, so threads use as many cores.
     """
     directory = Path(path)
     try:
         manifest = read_manifest(directory)
     except CheckpointError as error:
         return [str(error)]
-    problems = []
-    for name, record in manifest.files.items():
-        if names is not None and name not in names:
-            continue
-        problem = _check_file(directory, name, record, manifest.digest_algorithm)
-        if problem:
-            problems.append(problem)
+
+    def check(name: str) -> str | None:
+        return _check_file(directory, name, manifest.files[name], manifest.digest_algorithm)
+
+    wanted = [name for name in manifest.files if names is None or name in names]
+    if num_threads > 1 and len(wanted) > 1:
+        with ThreadPoolExecutor(num_threads) as pool:
+            found = list(pool.map(check, wanted))
+    else:
+        found = [check(name) for name in wanted]
+    problems = [problem for problem in found if problem]
     if names is None:
         problems += [
             f"{directory / name} is not listed in the manifest"

@@ -6,7 +6,6 @@ the choice of a checkpoint (manager.py).
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection
 from pathlib import Path
@@ -22,6 +21,7 @@ from headway.checkpoint.contents import (
     CheckpointContents,
 )
 from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.jsonfile import read_json
 from headway.checkpoint.manifest import Manifest
 from headway.checkpoint.model import collect_model, load_extra_state, load_model_tensors
 from headway.checkpoint.optimizer import join_optimizer
@@ -33,20 +33,14 @@ from headway.errors import ConfigError, unknown
 logger = logging.getLogger(__name__)
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
 def read_tree(directory: Path, stem: str, manifest: Manifest) -> Any:
     """The state stored as `<stem>.json`, with its tensors if it has any."""
-    encoded = _read_json(directory / f"{stem}.json")
+    path = directory / f"{stem}.json"
+    encoded = read_json(path)
     tensor_file = f"{stem}.safetensors"
     stored = tensor_file in manifest.files
     tensors = read_tensor_file(directory / tensor_file) if stored else {}
-    return join_tree(encoded, tensors)
+    return join_tree(encoded, tensors, what=str(path))
 
 
 def load_weights(model: nn.Module, directory: Path, manifest: Manifest) -> None:
@@ -86,7 +80,7 @@ def load_contents(
             directory,
             ", ".join(sorted(unclaimed)),
         )
-    trainer_state = join_tree(_read_json(directory / TRAINER_STATE_NAME), {})
+    trainer_state = join_tree(read_json(directory / TRAINER_STATE_NAME), {})
     if not isinstance(trainer_state, dict):
         raise CheckpointError(f"{directory / TRAINER_STATE_NAME} does not hold a JSON object")
     return trainer_state
@@ -101,7 +95,7 @@ def _load_optimizer(contents: CheckpointContents, directory: Path, manifest: Man
     join_optimizer(
         contents.optimizer,
         collect_model(contents.model).names_by_id(),
-        _read_json(directory / OPTIMIZER_STATE_NAME),
+        read_json(directory / OPTIMIZER_STATE_NAME),
         ShardReader(directory, "optimizer"),
     )
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headway.checkpoint.digest import DEFAULT_DIGEST
 from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.jsonfile import read_json
 from headway.checkpoint.storage import DigestWriter, FileRecord, Storage, check_name
 from headway.models.shards import index_name, plan_shards, shard_name
 
@@ -101,6 +102,12 @@ def spec_of(tensor: torch.Tensor, name: str) -> TensorSpec:
     return TensorSpec(tensor.dtype, tuple(tensor.shape))
 
 
+def header_order(specs: Mapping[str, TensorSpec]) -> list[str]:
+    """The order of tensors in a file."""
+    # Wide elements first: then every tensor starts at a multiple of its element size.
+    return sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
+
+
 def _file_header(specs: Mapping[str, TensorSpec], order: Sequence[str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -124,8 +131,7 @@ class TensorFile:
         self, storage: Storage, path: Path, specs: Mapping[str, TensorSpec], digest: str
     ) -> None:
         assert sys.byteorder == "little", "safetensors files are little-endian"
-        # Wide elements first: then every tensor starts at a multiple of its element size.
-        self.order = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
+        self.order = header_order(specs)
         self._specs = specs
         self._num_written = 0
         self._writer = DigestWriter(storage, path, digest)
@@ -214,12 +220,12 @@ class ShardReader:
     def __init__(self, directory: str | Path, prefix: str) -> None:
         self.directory = Path(directory)
         self.index_path = self.directory / index_name(prefix)
+        index = read_json(self.index_path)
         try:
-            index = json.loads(self.index_path.read_bytes())
             self.weight_map: dict[str, str] = dict(index["weight_map"])
             self.aliases: dict[str, str] = dict(index["metadata"].get("headway_aliases", {}))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{self.index_path} cannot be read: {error!r}") from error
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.index_path} is not a valid index: {error!r}") from error
         for file_name in set(self.weight_map.values()):
             check_name(file_name)
 
@@ -241,6 +247,18 @@ class ShardReader:
                 for name in members:
                     found[name] = tuple(_checked(file.get_slice, name, file_name).get_shape())
         return found
+
+    def parts(
+        self, wanted: Mapping[str, tuple[slice, ...]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and the wanted part of the tensor, read without the rest; copied into memory."""
+        for file_name, members in self._by_file(wanted).items():
+            with open_tensor_file(self.directory / file_name) as file:
+                for name in members:
+                    stored = _checked(file.get_slice, name, file_name)
+                    # A slice of a tensor without dimensions is not offered by the library.
+                    part = stored[wanted[name]] if wanted[name] else file.get_tensor(name)
+                    yield name, part.clone()
 
     def items(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor, one at a time. The tensor may map the file: copy what is to be kept."""

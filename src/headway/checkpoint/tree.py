@@ -139,10 +139,22 @@ def split_tree(state: Any, *, what: str = "state") -> tuple[Any, dict[str, torch
     return splitter.encode(state, ()), splitter.tensors
 
 
-def join_tree(encoded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The state that `split_tree` was given; tensors come back on the CPU."""
+def join_tree(encoded: Any, tensors: Mapping[str, torch.Tensor], *, what: str = "state") -> Any:
+    """The state that `split_tree` was given; tensors come back on the CPU.
+
+    What cannot be decoded is a `CheckpointError` that opens with `what`.
+    """
+    try:
+        return _join(encoded, tensors)
+    except CheckpointError as error:
+        raise CheckpointError(f"{what} {error}") from error
+    except RecursionError:
+        raise CheckpointError(f"{what} is nested too deeply to be read") from None
+
+
+def _join(encoded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(encoded, list):
-        return [join_tree(item, tensors) for item in encoded]
+        return [_join(item, tensors) for item in encoded]
     if not isinstance(encoded, dict):
         return encoded
     if len(encoded) == 1:
@@ -151,16 +163,16 @@ def join_tree(encoded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             try:
                 return _join_tagged(tag, payload, tensors)
             except (KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(f"state has a malformed {tag} entry: {error!r}") from error
-    return {key: join_tree(item, tensors) for key, item in encoded.items()}
+                raise CheckpointError(f"has a malformed {tag} entry: {error!r}") from error
+    return {key: _join(item, tensors) for key, item in encoded.items()}
 
 
 def _join_tagged(tag: str, payload: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if tag in _LIST_TYPES:
-        return _LIST_TYPES[tag](join_tree(item, tensors) for item in payload)
+        return _LIST_TYPES[tag](_join(item, tensors) for item in payload)
     if tag in _PAIR_TYPES:
         return _PAIR_TYPES[tag](
-            (join_tree(key, tensors), join_tree(item, tensors)) for key, item in payload
+            (_join(key, tensors), _join(item, tensors)) for key, item in payload
         )
     match tag:
         case "$tensor":
@@ -173,7 +185,7 @@ def _join_tagged(tag: str, payload: Any, tensors: Mapping[str, torch.Tensor]) ->
             return base64.b64decode(payload)
         case "$deque":
             items, maxlen = payload
-            return collections.deque(join_tree(items, tensors), maxlen)
+            return collections.deque(_join(items, tensors), maxlen)
         case "$scalar":
             dtype, data = payload
             return np.frombuffer(base64.b64decode(data), dtype=_numpy_dtype(dtype))[0]
