@@ -70,6 +70,8 @@ class LoopParts:
     deliver_save: Callable[[], None]
     """Announce the save that has ended; raises what it failed with."""
     rollback: Callable[[bool], None]
+    on_first_step: Callable[[], None]
+    """Called once, when the first step went well."""
 
 
 class TrainingLoop:
@@ -87,6 +89,7 @@ class TrainingLoop:
         self._clock = Clock(time.monotonic(), parts.state.train_seconds)
         self._evaluated_step = self._saved_step = -1
         self._last_metrics: dict[str, float] | None = None
+        self._stepped = False
         self._evaluates = parts.eval_trigger.active
         self._saves = parts.save_trigger.active
 
@@ -121,6 +124,9 @@ class TrainingLoop:
         first_step, fresh = p.state.global_step, p.loader.position == 0
         for window in p.loader.windows():
             self._step(window)
+            if not self._stepped:
+                self._stepped = True
+                p.on_first_step()
             if self._boundary():  # rolled back: the windows in flight are of another time
                 return
             if self.stopped or p.bus.control.should_epoch_stop or self._length_done():

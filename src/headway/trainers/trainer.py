@@ -6,6 +6,7 @@ checkpoint/; a trainer for another strategy chooses that strategy and overrides 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -184,6 +185,8 @@ class Trainer:
         """Model on its device and an objective for it; done once."""
         if self.strategy is not None:
             return
+        if self.state.seed is None:  # an evaluation comes first
+            self._choose_seed(None)
         strategy = SingleDevice(torch.device(self.env.device))
         model = build_model(
             self.model,
@@ -289,9 +292,10 @@ class Trainer:
         saver.attach(loader)
         if found is not None:
             saver.resume(found)
-        write_snapshot(self.args.output_dir, snapshot)
         self.bus.fire("on_init_end")
-        loop = TrainingLoop(self._parts(plan, loader, saver), signals)
+        # Not before a step has worked: a run that cannot start leaves nothing behind.
+        record_run = functools.partial(write_snapshot, self.args.output_dir, snapshot)
+        loop = TrainingLoop(self._parts(plan, loader, saver, record_run), signals)
         self.model.train()
         batch_size = self.args.per_device_train_batch_size * loader.deal.accumulation
         start = RunStart.now(self.state, batch_size)
@@ -319,12 +323,14 @@ class Trainer:
             self.state.seed = saved
         elif self.args.seed >= 0:
             self.state.seed = self.args.seed
-        else:
+        elif self.state.seed is None:
             self.state.seed = draw_seed()
             logger.info("seed %d was drawn (seed=-1); checkpoints keep it", self.state.seed)
         seed_all(self.state.seed)
 
-    def _parts(self, plan: RunPlan, loader: WindowLoader, saver: Saver) -> LoopParts:
+    def _parts(
+        self, plan: RunPlan, loader: WindowLoader, saver: Saver, on_first_step: Callable[[], None]
+    ) -> LoopParts:
         assert self.strategy is not None and self.model is not None
         assert self._objective is not None and self.optimizer is not None
         return LoopParts(
@@ -349,6 +355,7 @@ class Trainer:
             saves=saver.background,
             deliver_save=saver.deliver,
             rollback=saver.rollback,
+            on_first_step=on_first_step,
         )
 
     def _finish(

@@ -406,3 +406,31 @@ def test_more_than_one_rank_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(ConfigError, match="one of 2"):
         tiny_trainer(tmp_path)
+
+
+def test_a_model_that_cannot_train_leaves_nothing_behind(tmp_path):
+    class NoLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, input_ids):
+            return {"hidden": input_ids * self.weight}
+
+    trainer = Trainer(
+        args={"output_dir": str(tmp_path / "out"), "use_cpu": True, "max_steps": 2},
+        model=NoLoss(),
+        train_dataset=tiny_dataset(8, 8),
+    )
+    with pytest.raises(ConfigError, match="NoLoss returns no loss"):
+        trainer.train()
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_seed_fixes_the_weights_also_when_an_evaluation_comes_first(tmp_path):
+    def first_weights():
+        trainer = tiny_trainer(tmp_path, seed=5)
+        trainer.evaluate()
+        return weights_of(trainer)
+
+    assert torch.equal(first_weights(), first_weights())
