@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 import headway
-from headway.checkpoint.digest import DEFAULT_DIGEST
+from headway.checkpoint.digest import DEFAULT_DIGEST, digest_file
 from headway.checkpoint.discovery import committed_in, list_checkpoints
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.manifest import Manifest, is_committed, write_manifest
@@ -151,6 +151,12 @@ class Draft:
         if record is not None and record != writer.record:
             raise CheckpointError(f"{source} is damaged: its content does not match its digest")
         self.files[name] = writer.record
+
+    def adopt(self, name: str) -> None:
+        """Record a file that something else wrote into the directory."""
+        path = self.directory / check_name(name)
+        self.storage.sync_file(path)
+        self.files[name] = FileRecord(path.stat().st_size, digest_file(path, self.digest))
 
     def add_component(
         self,

@@ -27,6 +27,8 @@ VERBS = {
     "check": "look a run file over without training: steps, sizes, memory, first sample",
     "generate": "continue a prompt with a trained model",
     "eval": "loss, perplexity and bits per byte of a model on data",
+    "checkpoint": "list, inspect, verify, compare, prune, convert and edit checkpoints",
+    "finalize": "make a clean model folder of a checkpoint",
     "data": "make token files from text, and look into them",
     "explain": "type, default, meaning and rules of an option",
     "schema": "the JSON Schema of a run file",
