@@ -16,20 +16,29 @@ IGNORED_LABEL = -100
 
 
 def count_targets(batch: Any) -> int | torch.Tensor:
-    """Labels that a causal model predicts: `labels[..., 1:]` other than -100, else samples.
+    """Labels other than -100 that a model is to predict, else samples.
 
+    Token labels of a dict belong to the inputs beside them, so a causal model predicts
+    `labels[..., 1:]`. Those of a pair (inputs, labels) belong to the outputs: all of them count.
     A tensor only for labels on a device other than the CPU, where a number would need a sync.
     """
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not isinstance(labels, torch.Tensor):
+    labels, is_pair = _labels_of(batch)
+    if labels is None or labels.is_floating_point():
         return count_samples(batch)
-    if labels.dim() < 2 or labels.numel() == 0:
-        return labels.numel()
+    shifted = not is_pair and labels.dim() >= 2
     if labels.device.type != "cpu":
-        return (labels[..., 1:] != IGNORED_LABEL).sum()
+        return ((labels[..., 1:] if shifted else labels) != IGNORED_LABEL).sum()
     # On small batches numpy costs a fraction of torch, and contiguous a fraction of strided.
     kept = labels.numpy() != IGNORED_LABEL
-    return int(np.count_nonzero(kept) - np.count_nonzero(kept[..., 0]))
+    first = np.count_nonzero(kept[..., 0]) if shifted and kept.size else 0
+    return int(np.count_nonzero(kept) - first)
+
+
+def _labels_of(batch: Any) -> tuple[torch.Tensor | None, bool]:
+    """The labels of a batch, and whether the batch is a pair (inputs, labels)."""
+    is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
+    labels = batch[1] if is_pair else batch.get("labels") if isinstance(batch, Mapping) else None
+    return (labels if isinstance(labels, torch.Tensor) else None), is_pair
 
 
 def count_tokens(batch: Any) -> int:

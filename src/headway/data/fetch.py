@@ -105,7 +105,8 @@ class Fetcher:
         self.collate = collate
         self._with_rng = takes_rng(dataset)
         self._seeds_samples = not self._with_rng and uses_global_randomness(dataset)
-        self._seeds_collate = not (isinstance(collate, PadCollator) or collate is default_collate)
+        inner = getattr(collate, "__wrapped__", collate)
+        self._seeds_collate = not (isinstance(inner, PadCollator) or inner is default_collate)
         self._get_many = getattr(dataset, "__getitems__", None) is not None
         self._set_epoch = set_epoch and callable(getattr(dataset, "set_epoch", None))
         self._epoch: int | None = None

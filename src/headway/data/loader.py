@@ -134,6 +134,20 @@ class WindowLoader:
         length = self._stream_length()
         return None if length is None else -(-length // self.deal.accumulation)
 
+    @property
+    def at_end(self) -> bool:
+        """Whether this epoch has been handed out to its end."""
+        if self.num_samples is not None:
+            return self.position >= self.deal.usable(self.num_samples)
+        return self._stream_ended or self._batches_done == self._epoch_batches
+
+    @property
+    def epoch_fraction(self) -> float | None:
+        """How much of the epoch has been handed out; None if its length is not in samples."""
+        if self.num_samples is None:
+            return None
+        return min(1.0, self.position / self.deal.usable(self.num_samples))
+
     def _stream_length(self) -> int | None:
         if self._epoch_batches is not None:
             return self._epoch_batches

@@ -84,7 +84,7 @@ class TrainingLoop:
         self.aborted = False
         self.interrupted = False
         """Stopped from outside (signal, `stop_at`) before its length was done."""
-        self.losses_sum, self.num_steps = 0.0, 0
+        self.losses_sum, self.num_steps, self.num_samples = 0.0, 0, 0
         self._interval = Interval(parts.state)
         self._clock = Clock(time.monotonic(), parts.state.train_seconds)
         self._evaluated_step = self._saved_step = -1
@@ -95,17 +95,27 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Train until the length is done or a stop is asked for."""
-        p = self.parts
-        for trigger in (p.log_trigger, p.eval_trigger, p.save_trigger):
-            trigger.start(p.state, p.state.train_seconds)
+        self._start_triggers()
+        if self._length_done():
+            logger.warning(
+                "nothing to train: step %d is done and the run's length ends there",
+                self.parts.state.global_step,
+            )
         while not (self._told_to_stop() or self._length_done()):
             self._epoch()
         if not self.aborted:
             self._finish()
 
+    def _start_triggers(self) -> None:
+        p = self.parts
+        for trigger in (p.log_trigger, p.eval_trigger, p.save_trigger):
+            trigger.start(p.state, p.state.train_seconds)
+
     def _told_to_stop(self) -> bool:
-        """Also where no step was done: in `on_train_begin` or `on_epoch_begin`."""
+        """Also where no step was done: in `on_train_begin`, `on_epoch_begin`, or at `stop_at`."""
         control = self.parts.bus.control
+        if self.parts.length.interrupted(self.parts.state, self._clock, time.monotonic()):
+            self.stopped = self.interrupted = True
         wanted = _STOP * control.should_training_stop | _ABORT * control.should_abort_without_save
         wanted = self.parts.strategy.agree(wanted)
         self.aborted |= bool(wanted & _ABORT)
@@ -137,9 +147,8 @@ class TrainingLoop:
                 f"(per_device_train_batch_size={p.args.per_device_train_batch_size}, "
                 f"dataloader_drop_last={p.args.dataloader_drop_last})"
             )
-        steps_done = p.state.global_step - p.state.epoch_start_step
         complete = not self.stopped and not self._length_done()
-        if complete or steps_done >= p.steps_per_epoch or p.bus.control.should_epoch_stop:
+        if complete or p.loader.at_end or p.bus.control.should_epoch_stop:
             # The position moves on before anything is saved, so that a checkpoint made at the
             # end of an epoch resumes at the start of the next.
             p.state.raw_epoch += 1
@@ -171,7 +180,10 @@ class TrainingLoop:
         state.global_step += 1
         state.num_input_tokens_seen += window.num_tokens
         state.total_flos += p.flops_per_token * window.num_tokens
-        in_epoch = (state.global_step - state.epoch_start_step) / p.steps_per_epoch
+        self.num_samples += window.num_samples
+        in_epoch = p.loader.epoch_fraction
+        if in_epoch is None:
+            in_epoch = (state.global_step - state.epoch_start_step) / p.steps_per_epoch
         state.epoch = state.raw_epoch + in_epoch
         p.metrics.record_step(
             state.global_step,
@@ -271,11 +283,12 @@ class TrainingLoop:
         p = self.parts
         skipped = []
         for step, metrics in p.metrics.flush():
-            if TRAIN_LOSS in metrics:
+            if GRAD_NORM in metrics:  # a step of the loop, not only records of callbacks
                 if self._interval.add(metrics):
                     skipped.append(step)
-                self.losses_sum += metrics[TRAIN_LOSS]
-                self.num_steps += 1
+                else:
+                    self.losses_sum += metrics[TRAIN_LOSS]
+                    self.num_steps += 1
             p.bus.fire("on_metrics", step=step, metrics=metrics)
         if skipped:
             self._on_nonfinite(skipped)
@@ -326,6 +339,7 @@ class TrainingLoop:
         self._flush()
         skip_data, p.bus.control.rollback_skip_data = p.bus.control.rollback_skip_data, False
         p.rollback(skip_data)
+        self._start_triggers()
         self._interval = Interval(p.state)
         self._evaluated_step = self._saved_step = -1
 

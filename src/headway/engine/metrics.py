@@ -36,9 +36,11 @@ ALIASES = {
 }
 
 
-def canonical_name(name: str) -> str:
-    """The namespaced name of a metric that may be given by its short name."""
-    return ALIASES.get(name, name)
+def _full_name(name: str, namespace: str | None) -> str:
+    """A metric's name under its namespace; a short name without one stands for the full name."""
+    if namespace is None:
+        return ALIASES.get(name, name)
+    return f"{namespace.rstrip('/')}/{name.lstrip('/')}"
 
 
 class ReduceType(StrEnum):
@@ -106,8 +108,7 @@ class MetricBuffer:
         Without `reduce_type` each rank keeps its own value. A name keeps one reduce type for the
         whole run.
         """
-        if namespace is not None:
-            name = f"{namespace.rstrip('/')}/{name.lstrip('/')}"
+        name = _full_name(name, namespace)
         kind: ReduceType | None = _member(ReduceType, "reduce_type", reduce_type)
         merge = _member(MetricMergeStrategy, "merge_strategy", merge_strategy)
         if self._reduce_types.setdefault(name, kind) != kind:
@@ -156,8 +157,7 @@ class MetricBuffer:
 
     def get(self, step: int, name: str, namespace: str | None = None) -> Value | None:
         """The value recorded for a step that is not flushed yet; reading it may sync."""
-        if namespace is not None:
-            name = f"{namespace.rstrip('/')}/{name.lstrip('/')}"
+        name = _full_name(name, namespace)
         entry = self._steps.get(step, {}).get(name)
         return None if entry is None else entry.value
 

@@ -41,10 +41,10 @@ def build_optimizer(
             raise ConfigError(
                 f"optimizer_factory must return a torch.optim.Optimizer, got {optimizer!r}"
             )
-        return optimizer
+        return check_optimizer(optimizer)
     if cls_and_kwargs is not None:
         cls, kwargs = cls_and_kwargs
-        return cls(param_groups, **kwargs)
+        return check_optimizer(cls(param_groups, **kwargs))
     return torch.optim.AdamW(
         param_groups,
         lr=args.learning_rate,
@@ -53,6 +53,27 @@ def build_optimizer(
         weight_decay=args.weight_decay,
         fused=_can_fuse(param_groups),
     )
+
+
+def check_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Refuse an optimizer that wants to run the model itself."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "optimizer LBFGS evaluates the model several times in one step, which the loop does "
+            "not do; use one that takes gradients, such as AdamW or SGD"
+        )
+    return optimizer
+
+
+def check_scheduler(scheduler: object) -> None:
+    """Refuse a scheduler that wants a metric at each step."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "lr_scheduler ReduceLROnPlateau needs a metric at each step and the loop gives none; "
+            "call it from a callback's on_evaluate instead"
+        )
+    if not callable(getattr(scheduler, "step", None)):
+        raise ConfigError(f"lr_scheduler_factory must return a scheduler, got {scheduler!r}")
 
 
 def _can_fuse(param_groups: list[dict[str, Any]]) -> bool:

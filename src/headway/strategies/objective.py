@@ -64,7 +64,7 @@ class Objective:
         loss = _find_loss(outputs)
         if loss is not None:
             return loss if counted else weigh_mean(loss, own, num_targets)
-        return self._from_logits(outputs, labels) / num_targets
+        return self._from_logits(outputs, labels, batch) / num_targets
 
     def evaluate(
         self, model: Callable[..., Any], batch: Any, *, with_logits: bool = False
@@ -82,7 +82,7 @@ class Objective:
             return weigh_mean(loss.detach(), own, 1), own, logits, labels
         if labels is None:
             return None, own, logits, labels
-        return self._from_logits(outputs, labels).detach(), own, logits, labels
+        return self._from_logits(outputs, labels, batch).detach(), own, logits, labels
 
     def _call(
         self, model: Callable[..., Any], batch: Any, num_targets: Count
@@ -127,7 +127,7 @@ class Objective:
                 self._model_name,
             )
 
-    def _from_logits(self, outputs: Any, labels: Tensor | None) -> Tensor:
+    def _from_logits(self, outputs: Any, labels: Tensor | None, batch: Any) -> Tensor:
         logits = _find_logits(outputs)
         if logits is None:
             raise ConfigError(
@@ -141,11 +141,11 @@ class Objective:
                 f"the model {self._model_name} returns no loss and the batch has no 'labels' to "
                 f"compare its logits with; add labels in the data collator"
             )
-        if logits.dim() == labels.dim() + 1 and labels.dim() >= 2:
-            return cross_entropy_sum(logits, labels)
         if logits.dim() == labels.dim() + 1:
+            if isinstance(batch, Mapping) and labels.dim() >= 2:
+                return cross_entropy_sum(logits, labels)  # labels beside the inputs: shifted
             return torch.nn.functional.cross_entropy(
-                logits.float(), labels, ignore_index=-100, reduction="sum"
+                logits.flatten(0, -2).float(), labels.flatten(), ignore_index=-100, reduction="sum"
             )
         raise ConfigError(
             f"logits of shape {tuple(logits.shape)} from {self._model_name} do not fit labels of "
@@ -162,7 +162,7 @@ def weigh_mean(mean: Tensor, own: Count, num_targets: Count) -> Tensor:
 
     The mean over no target is not a number; its share is nothing, and so is its gradient.
     """
-    if own is num_targets:
+    if own is num_targets or (isinstance(own, int) and own == num_targets):
         return mean
     if isinstance(own, int):
         return mean * (own / num_targets) if own else mean.nan_to_num(0.0, 0.0, 0.0) * 0

@@ -49,7 +49,7 @@ class SingleDevice(Strategy):
         alone = len(window.micro_batches) == 1
         for batch in window.micro_batches:
             notify("on_forward_backward_begin")
-            own = num_targets if alone else count_targets(batch)
+            own = window.num_target_tokens if alone else count_targets(batch)
             loss = objective.loss(model, self._move(batch), num_targets, own)
             loss.backward()  # type: ignore[no-untyped-call]
             loss = loss.detach()

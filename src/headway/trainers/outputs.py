@@ -40,19 +40,19 @@ class RunStart:
     step: int
     tokens: int
     flos: float
-    batch_size: int
 
     @classmethod
-    def now(cls, state: TrainerState, batch_size: int) -> RunStart:
+    def now(cls, state: TrainerState) -> RunStart:
         return cls(
             time.monotonic(),
             state.global_step,
             state.num_input_tokens_seen,
             state.total_flos,
-            batch_size,
         )
 
-    def summary(self, state: TrainerState, loss: float) -> dict[str, Any]:
+    def summary(
+        self, state: TrainerState, *, loss: float, num_samples: int, batch_size: int
+    ) -> dict[str, Any]:
         """Totals of the run, and rates of what this process did of it."""
         seconds = max(time.monotonic() - self.at_s, 1e-9)
         steps = state.global_step - self.step
@@ -61,10 +61,10 @@ class RunStart:
             "train_loss": loss,
             "step": state.global_step,
             "epoch": state.epoch,
-            "train_samples": steps * self.batch_size,
-            "train_samples_per_second": steps * self.batch_size / seconds,
+            "train_samples": num_samples,
+            "train_samples_per_second": num_samples / seconds,
             "train_steps_per_second": steps / seconds,
-            "effective_batch_size": self.batch_size,
+            "effective_batch_size": batch_size,
             "total_tokens": state.num_input_tokens_seen,
             "tokens_per_second": (state.num_input_tokens_seen - self.tokens) / seconds,
             "total_flops": state.total_flos,

@@ -6,10 +6,11 @@ the model takes. Does not own the arguments' own rules (config).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from headway.data.loader import WindowLoader
@@ -40,6 +41,51 @@ def longest_sequence(model: nn.Module) -> int | None:
         if isinstance(value, int):
             return value
     return None
+
+
+class GuardedCollator:
+    """Collates, and refuses a batch that the model cannot take: an index error deep in the model,
+    or a failed assertion on the device, would not say which data it was."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], model: nn.Module, option: str) -> None:
+        self.__wrapped__ = collate
+        self._vocabulary, self._positions = vocabulary_size(model), longest_sequence(model)
+        # An encoder-decoder's labels are another text than its inputs.
+        config = getattr(model, "config", None)
+        self._labels_go_with_ids = not getattr(config, "is_encoder_decoder", False)
+        self._option = option
+
+    def __call__(self, items: list[Any]) -> Any:
+        batch = self.__wrapped__(items)
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if isinstance(ids, torch.Tensor) and ids.device.type == "cpu":
+            problem = self._problem(ids.numpy(), batch.get("labels"))
+            if problem is not None:
+                raise ConfigError(problem)
+        return batch
+
+    def _problem(self, ids: np.ndarray[Any, Any], labels: Any) -> str | None:
+        if ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+            return None
+        vocabulary, positions = self._vocabulary, self._positions
+        if vocabulary is not None and ids.max() >= vocabulary:
+            return _vocabulary_problem(self._option, int(ids.max()), vocabulary)
+        if ids.min() < 0:
+            return f"{self._option}: the data has the negative token id {int(ids.min())}"
+        if positions is not None and ids.shape[-1] > positions:
+            return _length_problem(self._option, int(ids.shape[-1]), positions)
+        if not isinstance(labels, torch.Tensor) or labels.dim() != ids.ndim:
+            return None
+        if not self._labels_go_with_ids or labels.is_floating_point():
+            return None
+        if tuple(labels.shape) != ids.shape:
+            return (
+                f"{self._option}: labels have the shape {list(labels.shape)}, but input_ids "
+                f"{list(ids.shape)}; a label belongs to each token, -100 where none is wanted"
+            )
+        if vocabulary is not None and labels.numpy().max() >= vocabulary:
+            return _vocabulary_problem(self._option, int(labels.max()), vocabulary, "a label")
+        return None
 
 
 def check_data_fits(model: nn.Module, loader: WindowLoader, option: str) -> None:
@@ -77,18 +123,15 @@ def _scan(dataset: Any, vocabulary: int | None, positions: int | None, option: s
         if int(ids.min()) < 0:
             return [f"{option}: sample {index} has the negative token id {int(ids.min())}"]
         if vocabulary is not None and int(ids.max()) >= vocabulary:
-            return [_vocabulary_problem(option, int(ids.max()), vocabulary, index)]
+            return [_vocabulary_problem(option, int(ids.max()), vocabulary, f"sample {index}")]
         if positions is not None and ids.shape[-1] > positions:
             return [_length_problem(option, int(ids.shape[-1]), positions, index)]
     return []
 
 
-def _vocabulary_problem(
-    option: str, token_id: int, vocabulary: int, index: int | None = None
-) -> str:
-    where = "the data" if index is None else f"sample {index}"
+def _vocabulary_problem(option: str, token_id: int, vocabulary: int, what: str = "the data") -> str:
     return (
-        f"{option}: {where} has the token id {token_id}, but the model's vocabulary ends at "
+        f"{option}: {what} has the token id {token_id}, but the model's vocabulary ends at "
         f"{vocabulary - 1}; give the model vocab_size >= {token_id + 1} or use its own tokenizer"
     )
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from headway import ConfigError
-from headway.engine.metrics import MetricBuffer, ReduceType, canonical_name
+from headway.engine.metrics import MetricBuffer, ReduceType
 from headway.testing import count_host_syncs
 
 
@@ -108,6 +108,14 @@ def test_perplexity_is_derived_when_it_is_meaningful():
 
 
 def test_short_names_mean_the_namespaced_ones():
-    assert canonical_name("loss") == "train/CE loss"
-    assert canonical_name("grad_norm") == "optim/total grad norm"
-    assert canonical_name("other") == "other"
+    buffer = MetricBuffer()
+    buffer.record(1, "loss", 2.0)
+    assert buffer.get(1, "train/CE loss") == 2.0 == buffer.get(1, "loss")
+    buffer.record(1, "grad_norm", 3.0)
+    buffer.record(1, "loss", 5.0, namespace="mine")
+    assert flushed(buffer)[1] == {
+        "train/CE loss": 2.0,
+        "optim/total grad norm": 3.0,
+        "mine/loss": 5.0,
+        "train/PPL": pytest.approx(math.exp(2)),
+    }

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from headway import ConfigError
+from headway.data import count_targets
 from headway.strategies.objective import Objective
 from headway.testing import tiny_decoder, tiny_llama
 
@@ -90,6 +91,27 @@ def test_pairs_and_classification():
     assert loss.item() == pytest.approx(
         nn.functional.cross_entropy(model(inputs), labels).item(), rel=1e-6
     )
+
+
+def test_token_labels_of_a_pair_belong_to_the_outputs():
+    model = ReturnsLogits()
+    pair = (IDS, LABELS)
+    targets = int((LABELS != -100).sum())
+    assert count_targets(pair) == targets
+    expected = nn.functional.cross_entropy(model.logits(IDS).flatten(0, 1), LABELS.flatten())
+    loss = Objective(model).loss(model, pair, num_targets=targets, own=targets)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    total, count, _, _ = Objective(model).evaluate(model, pair)
+    assert total.item() / count == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_ignored_labels_of_a_classification_do_not_count():
+    model = nn.Linear(4, 3)
+    inputs, labels = torch.randn(4, 4), torch.tensor([0, -100, 2, -100])
+    assert count_targets((inputs, labels)) == count_targets({"x": inputs, "labels": labels}) == 2
+    total, count, _, _ = Objective(model).evaluate(model, (inputs, labels))
+    expected = nn.functional.cross_entropy(model(inputs), labels)
+    assert total.item() / count == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_compute_loss_func_gets_outputs_labels_and_count():

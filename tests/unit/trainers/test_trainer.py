@@ -106,8 +106,9 @@ def test_no_host_sync_between_log_steps(tmp_path):
 
         def on_log(self, logs):
             if "loss" in logs:
-                # The data room reads batches before they leave for the device.
-                self.counter = count_host_syncs(ignore=["headway/data/"])
+                # Loading reads batches before they leave for the device.
+                loading = ["headway/data/", "trainers/preflight"]
+                self.counter = count_host_syncs(ignore=loading)
                 self.found = self.counter.__enter__()
 
         def on_metrics(self, step):
@@ -434,3 +435,137 @@ def test_the_seed_fixes_the_weights_also_when_an_evaluation_comes_first(tmp_path
         return weights_of(trainer)
 
     assert torch.equal(first_weights(), first_weights())
+
+
+def test_a_fresh_run_in_a_used_folder_never_touches_the_earlier_one(tmp_path):
+    class Script(TrainerCallback):
+        priority = 100
+
+        def __init__(self, losses):
+            self.losses = losses
+
+        def on_evaluate(self, metrics, state):
+            metrics["eval_loss"] = self.losses[state.global_step - 1]
+
+    every_step = dict.fromkeys(("eval_strategy", "save_strategy"), "steps")
+    every_step |= {"eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    tiny_trainer(tmp_path, [Script([0.1, 0.2])], max_steps=2, **every_step).train()
+    keep = KeepWeights()
+    again = tiny_trainer(
+        tmp_path, [Script([3.0, 2.0, 4.0]), keep], max_steps=3, learning_rate=1e-2, seed=9,
+        resume_from_checkpoint=False, overwrite_output_dir=True, **every_step,
+    )  # fmt: skip
+    again.train()
+    assert torch.equal(weights_of(again), keep.weights[1]), "the best of this run"
+    assert sorted(p.name for p in (tmp_path / "out" / "replaced-1").iterdir()) == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ]
+
+
+def test_steps_repeated_after_a_rollback_are_logged_and_evaluated(tmp_path):
+    class RollBackOnce(TrainerCallback):
+        done = False
+
+        def on_step_end(self, state, control):
+            if state.global_step == 9 and not self.done:
+                self.done = control.rollback = True
+
+    trainer = tiny_trainer(
+        tmp_path, [RollBackOnce()], num_samples=64, max_steps=12, logging_steps=2, save_steps=5,
+        save_strategy="steps", eval_strategy="steps", eval_steps=2,
+    )  # fmt: skip
+    trainer.train()
+    history = trainer.state.log_history
+    assert [r["step"] for r in history if "grad_norm" in r] == [2, 4, 6, 8, 10, 12]
+    assert [r["step"] for r in history if "eval_loss" in r] == [2, 4, 6, 8, 10, 12]
+
+
+def test_stop_at_steps_stops_there_also_when_asked_again(tmp_path):
+    for _ in range(2):
+        trainer = tiny_trainer(tmp_path, max_steps=9, stop_at=5, save_strategy="steps")
+        output = trainer.train()
+        assert (output.global_step, output.interrupted_by) == (5, "stop_at")
+
+
+def test_a_skipped_step_does_not_spoil_the_mean_loss(tmp_path):
+    trainer = tiny_trainer(tmp_path, [Poison(1)], max_steps=4, nonfinite_action="skip")
+    assert math.isfinite(trainer.train().training_loss)
+
+
+def test_samples_are_counted_as_read(tmp_path):
+    trainer = tiny_trainer(tmp_path, num_samples=7, num_train_epochs=2)
+    assert trainer.train().metrics["train_samples"] == 14
+
+
+def test_epoch_follows_the_data_when_the_batch_size_changes(tmp_path):
+    tiny_trainer(tmp_path, num_samples=30, stop_at=6, save_strategy="steps").train()  # 12 of 30
+    again = tiny_trainer(
+        tmp_path, num_samples=30, stop_at=8, save_strategy="steps", per_device_train_batch_size=3
+    )
+    again.train()
+    assert again.state.epoch == pytest.approx(18 / 30)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("_optimizer_factory", lambda g: torch.optim.LBFGS([g[0]["params"][0]]), "LBFGS"),
+        (
+            "_lr_scheduler_factory",
+            torch.optim.lr_scheduler.ReduceLROnPlateau,
+            "ReduceLROnPlateau needs a metric",
+        ),
+    ],
+)
+def test_what_the_loop_cannot_drive_is_refused_before_it_starts(tmp_path, option, value, message):
+    trainer = tiny_trainer(tmp_path, max_steps=2)
+    setattr(trainer, option, value)
+    with pytest.raises(ConfigError, match=message):
+        trainer.train()
+    assert not (tmp_path / "out").exists()
+
+
+def test_evaluations_on_save_need_data(tmp_path):
+    trainer = tiny_trainer(tmp_path, eval_on_save=True, save_strategy="steps")
+    trainer.eval_dataset = None
+    with pytest.raises(ConfigError, match="eval_on_save=True ask for evaluations"):
+        trainer.train()
+
+
+class Hidden(torch.utils.data.Dataset):
+    """Map-style data that declares nothing; the bad sample is not the first."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"input_ids": [1, 999, 3]}, "token id 999, but the model's vocabulary ends at 257"),
+        ({"input_ids": [1] * 5000}, "sequences of 5000 tokens, but the model takes at most"),
+        ({"input_ids": [1, -3, 3]}, "negative token id -3"),
+        ({"input_ids": [1, 2, 3], "labels": [1, 2, 999]}, "a label has the token id 999"),
+    ],
+)
+def test_bad_samples_anywhere_are_named(tmp_path, bad, message):
+    good = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]} for _ in range(5)]
+    bad = {"labels": bad["input_ids"], **bad}
+    if "label" in message:
+        bad["input_ids"] = [1, 2, 3]
+    trainer = tiny_trainer(tmp_path, num_train_epochs=1)
+    trainer.train_dataset = Hidden([*good, bad])
+    with pytest.raises(ConfigError, match=message):
+        trainer.train()
+
+
+def test_arguments_show_where_the_process_stands(tmp_path):
+    args = tiny_trainer(tmp_path).args
+    assert (args.world_size, args.process_index, args.n_gpu) == (1, 0, 0)

@@ -46,7 +46,9 @@ class JsonLogger(TrainerCallback):
 
     def on_load(self, args: Any, state: TrainerState, control: TrainerControl, path: str) -> None:
         self._loaded = {"step": state.global_step, "time": time.time(), "loaded_checkpoint": path}
-        if self._file is not None:
+        if self._file is not None:  # a rollback: what came after that step did not happen
+            self._file.close()
+            self._file = _open(Path(args.output_dir) / self.file_name, state.global_step)
             self._write(self._loaded)
 
     def on_close(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
