@@ -9,6 +9,8 @@ A subclass may replace any method: every change to the disk goes through exactly
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -48,11 +50,17 @@ class Storage:
 
     def make_root(self) -> None:
         """Create the root directory, with its parents, if it is not there."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
+        for path in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                self.make_dir(path)
+            self.sync_dir(path.parent)
+        self.root.mkdir(exist_ok=True)
 
     def make_dir(self, path: Path) -> None:
         """Create one directory; its parent must exist."""
-        os.mkdir(self._inside(path))
+        leads_to_root = self.root.is_relative_to(path)
+        os.mkdir(path if leads_to_root else self._inside(path))
 
     def create(self, path: Path) -> BinaryIO:
         """Open a new file for writing; an existing entry of that name is an error."""
@@ -97,6 +105,8 @@ class Storage:
         trash = self.root / f"{TRASH_PREFIX}{new_nonce()}"
         self.rename(path, trash)
         try:
+            # Else a power cut may undo the rename and keep what was deleted under the old name.
+            self.sync_dir(self.root)
             self.delete_tree(trash)
         except OSError as error:
             logger.warning("could not free the space of %s (now %s): %s", path, trash, error)
@@ -178,6 +188,10 @@ class DigestWriter:
         self._file.close()
         if kind is None:
             self._storage.sync_file(self._path)
+            size = os.lstat(self._path).st_size
+            if size != self._num_bytes:
+                reason = f"{size} bytes are there of {self._num_bytes} that were written"
+                raise OSError(errno.EIO, reason, str(self._path))
 
 
 def list_files(directory: Path) -> list[str]:

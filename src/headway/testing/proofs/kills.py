@@ -1,0 +1,271 @@
+"""Proof that training survives SIGKILL at any time, inside a save or elsewhere.
+
+Owns: runs that are killed again and again until they are done, what must hold after each kill,
+and the comparison with a run that nobody disturbed. Does not own: the processes (forkserver.py).
+
+A run directory goes from child to child: each resumes by itself from what the one before left.
+Half of the kills are put at an operation of a save (by the storage, in the thread that writes),
+half come from outside at a random moment.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import random
+import shutil
+import signal
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.checkpoint import verify
+from headway.checkpoint.manifest import committed
+from headway.testing.forkserver import ForkServer
+from headway.testing.proofs.crashes import quiet
+from headway.testing.proofs.outcome import Outcome, memory_folder
+
+MAX_STEPS, SAVE_STEPS = 90, 3
+# Operations of about one save of the tiny trainer, with the deletion of an older checkpoint.
+_SAVE_OPERATIONS = 100
+_MOST_KILLS_A_RUN = 40
+_LIMIT_S = 120.0
+_SHARED = struct.Struct("<qqqq")
+
+
+class Shared:
+    """Numbers that a child leaves behind however it ends."""
+
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        if create:
+            path.write_bytes(_SHARED.pack(-1, 0, -1, 0))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _SHARED.size)
+
+    def _get(self, place: int) -> int:
+        value: int = struct.unpack_from("<q", self._map, 8 * place)[0]
+        return value
+
+    def put(self, name: str, value: int) -> None:
+        """Set `step`, `in_save`, `saved` or `trained`."""
+        struct.pack_into("<q", self._map, 8 * _PLACES[name], value)
+
+    def get(self, name: str) -> int:
+        """Last finished step, whether a save was being written, last one announced, steps done."""
+        return self._get(_PLACES[name])
+
+
+_PLACES = {"step": 0, "in_save": 1, "saved": 2, "trained": 3}
+
+
+def train_child(
+    folder: str, shared: str, save_async: bool, kill_at: int, num_workers: int = 0
+) -> None:
+    """A child: trains, resuming from what is there; killed at an operation, or not at all (0)."""
+    from headway.checkpoint import CheckpointManager
+    from headway.testing.faults import Fault, FaultyStorage
+    from headway.testing.trainer import tiny_trainer
+
+    numbers = Shared(Path(shared))
+    fault = Fault("kill", kill_at) if kill_at else None
+    init, write = CheckpointManager.__init__, CheckpointManager.write
+
+    def faulty(self: Any, output_dir: Any, **options: Any) -> None:
+        init(self, output_dir, **{**options, "storage": FaultyStorage(output_dir, fault)})
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        numbers.put("in_save", 1)
+        try:
+            return write(self, *args, **kwargs)
+        finally:
+            numbers.put("in_save", 0)
+
+    CheckpointManager.__init__ = faulty  # type: ignore[method-assign]
+    CheckpointManager.write = watched  # type: ignore[method-assign]
+    trainer = tiny_trainer(
+        folder,
+        [_Reporter(numbers)],
+        num_samples=16,
+        max_steps=MAX_STEPS,
+        save_strategy="steps",
+        save_steps=SAVE_STEPS,
+        save_async=save_async,
+        save_total_limit=2,
+        resume_from_checkpoint=True,
+        dataloader_num_workers=num_workers,
+    )
+    trainer.train()
+
+
+class _Reporter:
+    def __init__(self, numbers: Shared) -> None:
+        self._numbers = numbers
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._numbers.put("step", state.global_step)
+        self._numbers.put("trained", self._numbers.get("trained") + 1)
+
+    def on_save(self, args: Any, state: Any, control: Any, step: int, **kwargs: Any) -> None:
+        self._numbers.put("saved", step)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What a finished run left: losses of all steps, digests of weights and optimizer."""
+
+    losses: tuple[tuple[int, float], ...]
+    digests: tuple[tuple[str, str], ...]
+
+
+def _ending(root: Path) -> Ending:
+    newest = committed(root)[-1]
+    state = json.loads((newest.path / "trainer_state.json").read_text())
+    losses = tuple((e["step"], e["loss"]) for e in state["log_history"] if "loss" in e)
+    files = newest.manifest.files.items()
+    tensors = sorted((n, r.digest) for n, r in files if n.endswith(".safetensors"))
+    return Ending(losses, tuple(tensors))
+
+
+def _check_after_kill(root: Path, numbers: Shared, outcome: Outcome) -> str | None:
+    """What is wrong with the directory that a killed child left, if anything."""
+    listed = committed(root)
+    problems = [line for checkpoint in listed for line in verify(checkpoint.path)]
+    if problems:
+        return f"corrupt: {'; '.join(problems)}"
+    newest = max((c.step for c in listed), default=0)
+    step, saved = numbers.get("step"), numbers.get("saved")
+    if newest < saved:
+        return f"the save of step {saved} was announced, but the newest is of step {newest}"
+    # The save of the last boundary may have been under way; the one before it may not.
+    due = step // SAVE_STEPS * SAVE_STEPS - SAVE_STEPS
+    if newest < due:
+        return f"step {step} was done, but the newest checkpoint is of step {newest}"
+    outcome.counts["most steps lost"] = max(outcome.counts["most steps lost"], step - newest)
+    return None
+
+
+@dataclass
+class _Run:
+    """One run directory and the numbers of its kills."""
+
+    server: ForkServer
+    folder: Path
+    chance: random.Random
+    outcome: Outcome
+    seed: str
+    save_async: bool
+    window_s: float
+
+    def finish(self, reference: Ending) -> None:
+        """Kill children until one gets to the end; then compare."""
+        kills = 0
+        while True:
+            kill_at, delay_s = 0, _LIMIT_S
+            if kills < _MOST_KILLS_A_RUN:
+                if self.chance.random() < 0.5:
+                    # Up to two saves' worth, so that every other child makes progress.
+                    kill_at = self.chance.randint(1, 2 * _SAVE_OPERATIONS)
+                else:
+                    delay_s = self.chance.random() * self.window_s
+            exit_code = self._run_child(kill_at, delay_s)
+            if exit_code == 0:
+                break
+            if exit_code != -signal.SIGKILL:
+                log = _tail(self.folder.parent / "log")
+                self.outcome.fail(f"seed {self.seed}: a child ended with {exit_code}: {log}")
+                return
+            kills += 1
+            if not self._judge(kills, kill_at):
+                return
+        if _ending(self.folder / "out") != reference:
+            self.outcome.fail(f"seed {self.seed}: ended differently after {kills} kills")
+        self.outcome.counts["runs finished as undisturbed"] += 1
+
+    def _run_child(self, kill_at: int, delay_s: float) -> int:
+        shared = self.folder / "shared"
+        Shared(shared, create=True)
+        self.server.start(
+            "headway.testing.proofs.kills:train_child",
+            folder=str(self.folder),
+            shared=str(shared),
+            save_async=self.save_async,
+            kill_at=kill_at,
+        )
+        if delay_s < _LIMIT_S:
+            time.sleep(delay_s)
+            self.server.kill()
+        return self.server.wait()
+
+    def _judge(self, kills: int, kill_at: int) -> bool:
+        counts = self.outcome.counts
+        numbers = Shared(self.folder / "shared")
+        counts["kills"] += 1
+        counts["kills inside a save"] += numbers.get("in_save")
+        counts["kills before the first step"] += numbers.get("trained") == 0
+        counts["kills with background saves"] += self.save_async
+        problem = _check_after_kill(self.folder / "out", numbers, self.outcome)
+        if problem:
+            where = f"operation {kill_at}" if kill_at else "a random moment"
+            self.outcome.fail(f"seed {self.seed}, kill {kills} at {where}: {problem}")
+        return problem is None
+
+
+def prove_kills(num_kills: int, seed: int, *, limit_s: float | None = None) -> Outcome:
+    """At least `num_kills` kills over as many runs as it takes, or as many as `limit_s` allows."""
+    outcome = Outcome("kills of training", seed)
+    began = time.monotonic()
+    with memory_folder() as folder, quiet(), ForkServer(log=folder / "log") as server:
+        reference, window_s = _train_undisturbed(server, folder)
+        number = 0
+        while outcome.counts["kills"] < num_kills and not outcome.failures:
+            if limit_s is not None and time.monotonic() - began > limit_s:
+                break
+            place = folder / f"run-{number}"
+            place.mkdir()
+            name = f"{seed}/{number}"
+            chance = random.Random(name)
+            background = chance.random() < 0.7
+            run = _Run(server, place, chance, outcome, name, background, window_s)
+            run.finish(reference)
+            shutil.rmtree(place)
+            number += 1
+    outcome.counts["runs"] = number
+    return outcome
+
+
+def _train_undisturbed(server: ForkServer, folder: Path) -> tuple[Ending, float]:
+    """How a run ends; and how long a child takes to start and to do a few saves."""
+    endings = []
+    for save_async in (True, False):
+        place = folder / f"undisturbed-{save_async}"
+        place.mkdir()
+        duration_s = _time_child(server, place, save_async)
+        endings.append(_ending(place / "out"))
+        # Once more: there is nothing left to train, so this is the start alone.
+        start_s = _time_child(server, place, save_async)
+    assert endings[0] == endings[1], "background saves change nothing"
+    assert len(endings[0].losses) == MAX_STEPS
+    return endings[0], start_s + max(0.0, duration_s - start_s) / 4
+
+
+def _time_child(server: ForkServer, place: Path, save_async: bool) -> float:
+    Shared(place / "shared", create=True)
+    began = time.monotonic()
+    server.start(
+        "headway.testing.proofs.kills:train_child",
+        folder=str(place),
+        shared=str(place / "shared"),
+        save_async=save_async,
+        kill_at=0,
+    )
+    code = server.wait()
+    if code:
+        log = _tail(place.parent / "log")
+        raise RuntimeError(f"the undisturbed run ended with {code}: {log}")
+    return time.monotonic() - began
+
+
+def _tail(log: Path) -> str:
+    return log.read_text()[-2000:] if log.exists() else ""
