@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,8 +54,13 @@ def run_evaluation(
     max_steps: int = -1,
     prefix: str = "eval",
     keep_outputs: bool = False,
-) -> EvalResult:
-    """One pass over the data (at most `max_steps` batches of it when that is positive)."""
+    must_end: Callable[[], bool] | None = None,
+) -> EvalResult | None:
+    """One pass over the data (at most `max_steps` batches of it when that is positive).
+
+    `must_end` is asked before every batch; once it says so the pass ends and gives None, since an
+    average over a part is not the metric.
+    """
     device = strategy.device
     sums = torch.zeros(2, dtype=_widest(device), device=device)  # loss, targets
     num_batches, num_samples, started_s = 0, 0, time.monotonic()
@@ -63,6 +68,8 @@ def run_evaluation(
     for batch in loader.batches():
         if 0 <= max_steps <= num_batches:
             break
+        if must_end is not None and must_end():
+            return None
         step = strategy.eval_forward(batch, objective, with_logits=keep_outputs)
         if step.loss_sum is not None:
             sums[0] += step.loss_sum

@@ -23,6 +23,7 @@ from headway.engine.best import update_best
 from headway.engine.events import EventBus
 from headway.engine.interval import Interval
 from headway.engine.metrics import GRAD_NORM, LEARNING_RATE, TRAIN_LOSS, MetricBuffer
+from headway.engine.rescue import LastStep
 from headway.engine.signals import SignalRequests
 from headway.engine.state import TrainerState
 from headway.engine.triggers import Clock, Length, Trigger
@@ -64,7 +65,8 @@ class LoopParts:
     flops_per_token: float
     log: Callable[[dict[str, Any], bool], None]
     """Deliver a record; the second argument says whether `on_log_step` goes first."""
-    evaluate: Callable[[], dict[str, float]]
+    evaluate: Callable[[Callable[[], bool]], dict[str, float] | None]
+    """Evaluate unless the argument, asked between batches, says to end: then None."""
     save: Callable[[dict[str, float] | None], None]
     saves: BackgroundSaver
     deliver_save: Callable[[], None]
@@ -72,6 +74,8 @@ class LoopParts:
     rollback: Callable[[bool], None]
     on_first_step: Callable[[], None]
     """Called once, when the first step went well."""
+    rescue: Callable[[], None]
+    """Save the current step after an error, unless it is saved already."""
 
 
 class TrainingLoop:
@@ -90,6 +94,7 @@ class TrainingLoop:
         self._evaluated_step = self._saved_step = -1
         self._last_metrics: dict[str, float] | None = None
         self._stepped = False
+        self._last_step = LastStep(parts.loader, parts.bus, active=parts.args.save_on_error)
         self._evaluates = parts.eval_trigger.active
         self._saves = parts.save_trigger.active
 
@@ -101,10 +106,14 @@ class TrainingLoop:
                 "nothing to train: step %d is done and the run's length ends there",
                 self.parts.state.global_step,
             )
-        while not (self._told_to_stop() or self._length_done()):
-            self._epoch()
-        if not self.aborted:
-            self._finish()
+        try:
+            while not (self._told_to_stop() or self._length_done()):
+                self._epoch()
+            if not self.aborted:
+                self._finish()
+        except Exception:
+            self._rescue()
+            raise
 
     def _start_triggers(self) -> None:
         p = self.parts
@@ -117,8 +126,10 @@ class TrainingLoop:
         if self.parts.length.interrupted(self.parts.state, self._clock, time.monotonic()):
             self.stopped = self.interrupted = True
         wanted = _STOP * control.should_training_stop | _ABORT * control.should_abort_without_save
+        wanted |= _SIGNAL * (self.signals.stop_signal is not None)
         wanted = self.parts.strategy.agree(wanted)
         self.aborted |= bool(wanted & _ABORT)
+        self.interrupted |= bool(wanted & _SIGNAL)
         self.stopped |= bool(wanted)
         return self.stopped
 
@@ -132,6 +143,7 @@ class TrainingLoop:
         if self._told_to_stop():
             return
         first_step, fresh = p.state.global_step, p.loader.position == 0
+        self._last_step.leave()
         for window in p.loader.windows():
             self._step(window)
             if not self._stepped:
@@ -141,6 +153,8 @@ class TrainingLoop:
                 return
             if self.stopped or p.bus.control.should_epoch_stop or self._length_done():
                 break
+            self._last_step.leave()
+        self._last_step.reach()
         if fresh and p.state.global_step == first_step:
             raise ConfigError(
                 "train_dataset: a whole epoch yields no batch "
@@ -171,6 +185,7 @@ class TrainingLoop:
         fire("on_gradients")
         grad_norm = p.strategy.clip(p.args.max_grad_norm)
         fire("on_pre_optimizer_step")
+        self._last_step.update()
         p.strategy.apply(p.optimizer, loss, grad_norm)
         fire("on_optimizer_step")
         learning_rate = p.optimizer.param_groups[0]["lr"]
@@ -185,6 +200,7 @@ class TrainingLoop:
         if in_epoch is None:
             in_epoch = (state.global_step - state.epoch_start_step) / p.steps_per_epoch
         state.epoch = state.raw_epoch + in_epoch
+        self._last_step.reach()
         p.metrics.record_step(
             state.global_step,
             {TRAIN_LOSS: loss, GRAD_NORM: grad_norm, LEARNING_RATE: float(learning_rate)},
@@ -243,7 +259,8 @@ class TrainingLoop:
         p, given_up = self.parts, _ABORT | _ROLLBACK
         due = wanted & _EVALUATE or (wanted & _SAVE and p.args.eval_on_save)
         if due and not wanted & given_up:
-            self._evaluate()
+            if not self._evaluate():
+                wanted |= _SIGNAL
             wanted |= p.strategy.agree(self._take_flags())
         # An evaluation may have found that this state is not worth keeping.
         if wanted & _SAVE and not wanted & given_up:
@@ -319,12 +336,41 @@ class TrainingLoop:
         self._interval = Interval(p.state)
         p.log(record, True)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Returns False if a stop was asked for before it was through: then it did not happen."""
         self._flush()
         p = self.parts
-        self._evaluated_step = p.state.global_step
-        self._last_metrics = p.evaluate()
-        update_best(p.state, p.args, self._last_metrics)
+        metrics = p.evaluate(self._must_end)
+        if metrics is None:
+            logger.warning("the evaluation at step %d ended early, unused", p.state.global_step)
+            return False
+        self._evaluated_step, self._last_metrics = p.state.global_step, metrics
+        update_best(p.state, p.args, metrics)
+        return True
+
+    def _must_end(self) -> bool:
+        """Whether whoever stops this process does not want to wait."""
+        p = self.parts
+        due = self.signals.stop_signal is not None or p.length.out_of_time(
+            self._clock, time.monotonic()
+        )
+        return bool(p.strategy.agree(_SIGNAL * due))
+
+    def _rescue(self) -> None:
+        """After an error: save the last completed step where `save_on_error` asks for it."""
+        p = self.parts
+        if not p.args.save_on_error or self.aborted:
+            return
+        try:
+            if not self._last_step.recover():
+                logger.error("save_on_error: the update was under way, so there is nothing to save")
+                return
+            p.optimizer.zero_grad(set_to_none=True)
+            p.state.train_seconds = self._clock.of_run(time.monotonic())
+            p.rescue()
+        except Exception:
+            # The error that ended the run is the one to report.
+            logger.exception("save_on_error: the save failed")
 
     def _save(self) -> None:
         self._flush()
@@ -351,7 +397,9 @@ class TrainingLoop:
         self._flush()
         # Whoever interrupts is waiting: no evaluation then.
         if self._evaluates and self._evaluated_step != p.state.global_step and not self.interrupted:
-            self._evaluate()
-        if self._saves and self._saved_step != p.state.global_step:
+            self.interrupted = not self._evaluate()
+        idle = self.interrupted and not self._stepped
+        saves = self._saves or self.signals.take_save_request()
+        if saves and self._saved_step != p.state.global_step and not idle:
             self._save()
         p.state.train_seconds = self._clock.of_run(time.monotonic())

@@ -121,6 +121,11 @@ class Length:
             self._stop_at, state, clock.of_process(now_s)
         )
 
+    def out_of_time(self, clock: Clock, now_s: float) -> bool:
+        """Whether this process has used up a limit in wall time."""
+        stop = self._stop_at
+        return stop is not None and stop.unit == "seconds" and clock.of_process(now_s) >= stop.value
+
     @staticmethod
     def _reached(duration: Duration, state: TrainerState, seconds: float) -> bool:
         return _progress(duration.unit, state, seconds) >= duration.value - 1e-9

@@ -170,6 +170,26 @@ class Saver:
                 "on_save", checkpoint_path=str(saved.path), step=saved.step
             )
 
+    def rescue(self) -> None:
+        """Save the current step after an error, if it is sound and not saved yet."""
+        trainer, step = self._trainer, self._trainer.state.global_step
+        assert trainer.strategy is not None
+        self.settle()
+        if any(c.step == step and c.kind == "training" for c in self.manager.list()):
+            logger.info("save_on_error: step %d is saved already", step)
+            return
+        broken = [
+            name
+            for name, value in trainer.strategy.unwrap().named_parameters()
+            if not bool(value.isfinite().all())
+        ]
+        if broken:
+            logger.error("save_on_error: not saved, %s is not finite", broken[0])
+            return
+        self.save(None)
+        self.deliver()
+        logger.warning("save_on_error: the last completed step, %d, is saved", step)
+
     def load(self, path: Path, wanted: set[str] | None = None) -> LoadedCheckpoint:
         """Take everything, or only the wanted parts, from a checkpoint."""
         trainer = self._trainer

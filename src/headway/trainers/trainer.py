@@ -356,6 +356,7 @@ class Trainer:
             deliver_save=saver.deliver,
             rollback=saver.rollback,
             on_first_step=on_first_step,
+            rescue=saver.rescue,
         )
 
     def _finish(
@@ -405,19 +406,27 @@ class Trainer:
         check_data_fits(self.model, loader, f"{prefix}_dataset")
         self.bus.kwargs["eval_dataloader"] = loader
         try:
-            return self._run_pass(loader, event, prefix, keep_outputs)
+            result = self._run_pass(loader, event, prefix, keep_outputs)
+            assert result is not None, "nobody asks it to end"
+            return result
         finally:
             loader.close()
             self.bus.kwargs["eval_dataloader"] = self._eval_loader
 
-    def _evaluate_in_training(self) -> dict[str, float]:
+    def _evaluate_in_training(self, must_end: Callable[[], bool]) -> dict[str, float] | None:
         if self._eval_loader is None:
             raise ConfigError("an evaluation was asked for, but there is no eval_dataset")
-        return self._run_pass(self._eval_loader, "on_evaluate", "eval", False).metrics
+        result = self._run_pass(self._eval_loader, "on_evaluate", "eval", False, must_end)
+        return None if result is None else result.metrics
 
     def _run_pass(
-        self, loader: WindowLoader, event: str, prefix: str, keep_outputs: bool
-    ) -> EvalResult:
+        self,
+        loader: WindowLoader,
+        event: str,
+        prefix: str,
+        keep_outputs: bool,
+        must_end: Callable[[], bool] | None = None,
+    ) -> EvalResult | None:
         assert self.strategy is not None and self._objective is not None and self.model is not None
         with evaluation_mode(self.model):
             result = run_evaluation(
@@ -428,7 +437,10 @@ class Trainer:
                 max_steps=self.args.max_eval_steps,
                 prefix=prefix,
                 keep_outputs=keep_outputs,
+                must_end=must_end,
             )
+            if result is None:
+                return None
             if event == "on_evaluate":
                 self.log(dict(result.metrics))
             self.bus.fire(event, metrics=result.metrics)

@@ -6,7 +6,7 @@ resumes is Headway's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,9 +41,9 @@ class _LossFnTrainer(HeadwayTrainer):
     def _make_objective(self, model: nn.Module) -> LossFnObjective:
         return LossFnObjective(model, self._loss_fn)
 
-    def _evaluate_in_training(self) -> dict[str, float]:
+    def _evaluate_in_training(self, must_end: Callable[[], bool]) -> dict[str, float] | None:
         self._bridge.fire("eval_start")
-        return super()._evaluate_in_training()
+        return super()._evaluate_in_training(must_end)
 
 
 class Trainer:
