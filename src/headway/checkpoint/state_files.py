@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,9 @@ class EncodedState:
     components: list[tuple[StateComponent, Tree]]
     trainer_state: Any
     model_config: dict[str, Any] | None = None
+    generation_config: dict[str, Any] | None = None
     run_config: dict[str, Any] | None = None
-    topology: dict[str, Any] = field(default_factory=dict)
+    save_tokenizer: Callable[[str], Any] | None = None
 
 
 def _to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -81,18 +82,29 @@ def encode_state(contents: CheckpointContents, *, copy: bool) -> EncodedState:
         ],
         trainer_state=trainer_state,
         model_config=contents.model_config,
+        generation_config=contents.generation_config,
+        save_tokenizer=contents.save_tokenizer,
         run_config=contents.run_config,
     )
 
 
 def write_state(draft: Draft, state: EncodedState) -> None:
     """Write all files and list the components."""
+    if state.save_tokenizer is not None:
+        state.save_tokenizer(str(draft.directory))
+        for name in list_files(draft.directory):
+            draft.adopt(name)
     files = draft.write_shards("model", state.weights, aliases=state.aliases)
     if state.extra is not None:
         files += draft.write_tree(MODEL_EXTRA_STEM, *state.extra)
-    if state.model_config is not None:
-        draft.write_bytes("config.json", _plain(state.model_config))
-        files.append("config.json")
+    configs = {
+        "config.json": state.model_config,
+        "generation_config.json": state.generation_config,
+    }
+    for name, config in configs.items():
+        if config is not None:
+            draft.write_bytes(name, _plain(config))
+            files.append(name)
     draft.add_component("model", files)
     if state.optimizer is not None:
         encoded, tensors = state.optimizer

@@ -17,8 +17,11 @@ from headway.checkpoint import (
     RNGState,
     SharingPattern,
     StateComponent,
+    next_checkpoint_path,
 )
 from headway.checkpoint.background import BackgroundSaver
+from headway.checkpoint.replaced import set_aside
+from headway.checkpoint.state_files import encode_state, save_state
 from headway.data.loader import WindowLoader
 from headway.engine.best import require_metric
 from headway.models.hf import hf_config_of
@@ -47,6 +50,7 @@ class Saver:
         self._run_config = run_config
         self._loader: WindowLoader | None = None
         self._fingerprints: dict[str, Any] = {}
+        self._replaces = False
         self._metric_option = (
             "best_model_metric" if args.preserve_best_model else "metric_for_best_model"
         )
@@ -72,9 +76,19 @@ class Saver:
     def find(self, resume: bool | str) -> Found | None:
         """The checkpoint to resume from, if any."""
         found = find_checkpoint(self.manager, self._trainer.args, resume)
+        self._replaces = resume is False
         if found is not None:
             logger.info("resuming from %s", found.path)
         return found
+
+    def replace_earlier_run(self) -> None:
+        """For a run that starts afresh in a used folder: what lies there is not of this run."""
+        if not self._replaces:
+            return
+        self._replaces = False
+        folder = set_aside(self.manager.output_dir)
+        if folder is not None:
+            logger.warning("the checkpoints of an earlier run are now in %s", folder)
 
     def saved_seed(self, found: Found | None) -> int | None:
         """The seed to go on with: that of the checkpoint, unless its counters are left behind."""
@@ -151,6 +165,27 @@ class Saver:
         self.background.start(pending)
         if not trainer.args.save_async:
             self.deliver()
+
+    def save_now(self, path: str | None, checkpoint_id: str | int | None) -> str:
+        """Save the current state, to a path or under an id, and wait for the commit."""
+        trainer, step = self._trainer, self._trainer.state.global_step
+        own = str(self.manager.output_dir / f"checkpoint-{step}")
+        named = next_checkpoint_path(
+            self.manager.output_dir, step if checkpoint_id is None else checkpoint_id
+        )
+        target = named if path is None else str(path)
+        if Path(target).absolute() == Path(own):
+            self.save(None)
+            self.deliver()
+            return own
+        self.deliver()
+        where = save_state(encode_state(self._contents(), copy=False), target, step)
+        trainer.bus.fire("on_save", checkpoint_path=where, step=step)
+        return where
+
+    def components(self) -> list[StateComponent]:
+        """What a checkpoint holds besides model and optimizer."""
+        return self._contents().components if self._loader is not None else []
 
     def deliver(self) -> None:
         """Wait for the save under way, if any, and announce it; what it failed with is raised."""

@@ -6,10 +6,8 @@ checkpoint/; a trainer for another strategy chooses that strategy and overrides 
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,22 +29,27 @@ from headway.engine.metrics import MetricBuffer, MetricMergeStrategy, ReduceType
 from headway.engine.signals import SignalRequests
 from headway.engine.state import TrainerControl, TrainerState
 from headway.errors import ConfigError
-from headway.models.hf import save_pretrained
-from headway.optim.build import OptimizerFactory, build_optimizer, build_scheduler
+from headway.optim.build import (
+    OptimizerFactory,
+    build_optimizer,
+    build_scheduler,
+    check_scheduler,
+)
 from headway.optim.groups import OptimizerGroups
 from headway.strategies.base import Strategy
 from headway.strategies.objective import LossFunction, Objective
 from headway.strategies.single import SingleDevice
+from headway.trainers.checkpointing import Checkpointing
 from headway.trainers.model import build_model, flops_per_token
 from headway.trainers.outputs import PredictionOutput, RunStart, TrainOutput, join_batches
 from headway.trainers.plan import RunPlan, accumulation_steps, has_length, plan_run
-from headway.trainers.preflight import check_data_fits
+from headway.trainers.preflight import GuardedCollator, check_data_fits
 from headway.trainers.saving import Saver
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer:
+class Trainer(Checkpointing):
     """Trains a model on one device.
 
     All arguments go by name. `args` may be a dict; `model` or `model_init` is needed. A list of
@@ -88,6 +91,9 @@ class Trainer:
                 "fused_loss_factory is not available yet: it comes with precision and fused losses"
             )
         self.env = distributed_env or detect_env(use_cpu=args.use_cpu, device=args.device)
+        args._process_index, args._world_size = self.env.rank, self.env.world_size
+        args._local_process_index = self.env.local_rank
+        args._n_gpu = int(torch.device(self.env.device).type == "cuda")
         if self.env.world_size > 1:
             raise ConfigError(
                 f"Trainer runs on one device, but this process is one of {self.env.world_size} "
@@ -203,17 +209,20 @@ class Trainer:
     def _make_objective(self, model: nn.Module) -> Objective:
         return Objective(model, self.compute_loss_func)
 
-    def _loader(self, dataset: Any, *, training: bool) -> WindowLoader:
+    def _loader(self, dataset: Any, option: str, *, training: bool = False) -> WindowLoader:
+        """A loader for a dataset that the user gave as `option`, checked against the model."""
         assert self.strategy is not None
+        collate = self.data_collator or _default_collator(self.processing_class)
         args, shard = self.args, self.strategy.data_shard()
         accumulation = accumulation_steps(args, shard.world_size, dataset) if training else 1
-        return WindowLoader(
+        model = self.strategy.unwrap()
+        loader = WindowLoader(
             dataset,
             batch_size=(
                 args.per_device_train_batch_size if training else args.per_device_eval_batch_size
             ),
             accumulation=accumulation,
-            collate_fn=self.data_collator or _default_collator(self.processing_class),
+            collate_fn=GuardedCollator(collate, model, option),
             seed=self.state.seed or 0,
             shuffle=training,
             drop_last=args.dataloader_drop_last,
@@ -230,6 +239,8 @@ class Trainer:
                 else None
             ),
         )
+        check_data_fits(model, loader, option)
+        return loader
 
     def _prepare_optimizer(self, plan: RunPlan) -> None:
         assert self.model is not None
@@ -242,6 +253,7 @@ class Trainer:
         )
         if self._lr_scheduler_factory is not None:
             self.lr_scheduler = self._lr_scheduler_factory(self.optimizer)
+            check_scheduler(self.lr_scheduler)
             if isinstance(self.lr_scheduler, TrainerCallback):
                 self.bus.add(self.lr_scheduler)
         else:
@@ -257,9 +269,10 @@ class Trainer:
         """
         if self.train_dataset is None:
             raise ConfigError("train() needs train_dataset")
-        if self.args.eval_strategy != "no" and self.eval_dataset is None:
+        if self.args.do_eval and self.eval_dataset is None:
             raise ConfigError(
-                f"eval_strategy={self.args.eval_strategy!r} needs eval_dataset, which is not given"
+                f"eval_strategy={self.args.eval_strategy!r} and eval_on_save="
+                f"{self.args.eval_on_save} ask for evaluations, but eval_dataset is not given"
             )
         resume = self.args.resume_from_checkpoint
         if resume_from_checkpoint is not None:
@@ -275,16 +288,14 @@ class Trainer:
 
     def _train(self, resume: bool | str, signals: SignalRequests) -> TrainOutput:
         snapshot = take_snapshot(self._run_config, self.args)
-        saver = Saver(self, snapshot["config"])
+        saver = self._saver = Saver(self, snapshot["config"])
         found = saver.find(resume)
         self._choose_seed(saver.saved_seed(found))
         self._prepare_model()
         assert self.strategy is not None and self.model is not None
-        loader = self._loader(self.train_dataset, training=True)
-        check_data_fits(self.model, loader, "train_dataset")
+        loader = self._loader(self.train_dataset, "train_dataset", training=True)
         if self.eval_dataset is not None:
-            self._eval_loader = self._loader(self.eval_dataset, training=False)
-            check_data_fits(self.model, self._eval_loader, "eval_dataset")
+            self._eval_loader = self._loader(self.eval_dataset, "eval_dataset")
         plan = plan_run(self.args, loader, self.strategy.data_shard().world_size)
         self._prepare_optimizer(plan)
         plan.describe(self.state, self.args)
@@ -293,12 +304,15 @@ class Trainer:
         if found is not None:
             saver.resume(found)
         self.bus.fire("on_init_end")
-        # Not before a step has worked: a run that cannot start leaves nothing behind.
-        record_run = functools.partial(write_snapshot, self.args.output_dir, snapshot)
-        loop = TrainingLoop(self._parts(plan, loader, saver, record_run), signals)
+
+        def take_over_folder() -> None:
+            # Not before a step has worked: a run that cannot start changes nothing on disk.
+            saver.replace_earlier_run()
+            write_snapshot(self.args.output_dir, snapshot)
+
+        loop = TrainingLoop(self._parts(plan, loader, saver, take_over_folder), signals)
         self.model.train()
-        batch_size = self.args.per_device_train_batch_size * loader.deal.accumulation
-        start = RunStart.now(self.state, batch_size)
+        start = RunStart.now(self.state)
         if plan.save_trigger.active:
             saver.prepare()
         try:
@@ -371,7 +385,13 @@ class Trainer:
         if self.bus.stopped_by is not None:
             logger.info("stopped by %s in %s (%s)", *self.bus.stopped_by)
         loss = loop.losses_sum / loop.num_steps if loop.num_steps else 0.0
-        summary = start.summary(self.state, loss)
+        accumulation = self.bus.kwargs["train_dataloader"].deal.accumulation
+        summary = start.summary(
+            self.state,
+            loss=loss,
+            num_samples=loop.num_samples,
+            batch_size=self.args.per_device_train_batch_size * accumulation,
+        )
         self.log(dict(summary))
         interrupted_by = None
         if loop.interrupted:
@@ -402,8 +422,7 @@ class Trainer:
     ) -> EvalResult:
         self._prepare_model()
         assert self.model is not None
-        loader = self._loader(dataset, training=False)
-        check_data_fits(self.model, loader, f"{prefix}_dataset")
+        loader = self._loader(dataset, f"{prefix}_dataset")
         self.bus.kwargs["eval_dataloader"] = loader
         try:
             result = self._run_pass(loader, event, prefix, keep_outputs)
@@ -445,21 +464,6 @@ class Trainer:
                 self.log(dict(result.metrics))
             self.bus.fire(event, metrics=result.metrics)
         return result
-
-    # Saving
-
-    def save_model(self, output_dir: str | None = None, overwrite_output_dir: bool = False) -> None:
-        """Write the weights, config and tokenizer as a Hugging Face model folder."""
-        self._prepare_model()
-        assert self.strategy is not None
-        target = Path(output_dir or self.args.output_dir)
-        existing = sorted(target.glob("model*.safetensors")) if target.is_dir() else []
-        if existing and not overwrite_output_dir:
-            raise ConfigError(
-                f"save_model: {target} already holds {existing[0].name}; choose another folder or "
-                f"pass overwrite_output_dir=True"
-            )
-        save_pretrained(self.strategy.unwrap(), target, tokenizer=self.processing_class)
 
 
 def _default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:

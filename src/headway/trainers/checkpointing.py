@@ -1,0 +1,133 @@
+"""What a trainer offers to those who save and load it from outside the loop.
+
+Owns: the methods of `CheckpointInterface` and `StatefulProvider`. Does not own: what goes into a
+checkpoint (saving), when the loop saves (engine).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.checkpoint import (
+    CheckpointError,
+    CheckpointManager,
+    SharingPattern,
+    StateComponent,
+    read_manifest,
+)
+from headway.errors import ConfigError
+from headway.models.hf import save_pretrained
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from headway.args import TrainingArguments
+    from headway.engine.events import EventBus
+    from headway.engine.state import TrainerState
+    from headway.strategies.base import Strategy
+    from headway.trainers.saving import Saver
+
+
+class Checkpointing:
+    """The part of a trainer that saves and loads on request."""
+
+    args: TrainingArguments
+    bus: EventBus
+    state: TrainerState
+    model: nn.Module | None
+    optimizer: Optimizer | None
+    strategy: Strategy | None
+    processing_class: Any
+    _saver: Saver | None = None
+
+    def _prepare_model(self) -> None:
+        raise NotImplementedError
+
+    def save_checkpoint(
+        self, checkpoint_path: str | None = None, checkpoint_id: str | int | None = None
+    ) -> str:
+        """Save the full state and wait until it is committed; returns the directory.
+
+        Without a path it goes to `checkpoint-<id>` in `output_dir`, the id being the step unless
+        one is given. A save under another name than the loop's own is not subject to retention.
+        """
+        if self._saver is None:
+            raise ConfigError(
+                "save_checkpoint() needs a run: call it from a callback, or after train()"
+            )
+        return self._saver.save_now(checkpoint_path, checkpoint_id)
+
+    def load_checkpoint(self, checkpoint_path: str | None = None) -> None:
+        """Load a checkpoint, by default the newest good one of `output_dir`.
+
+        In a run, or after one, the full state is restored; before, the weights.
+        """
+        path = self.resolve_checkpoint_path(checkpoint_path)
+        if path is None:
+            where = checkpoint_path or self.args.output_dir
+            raise CheckpointError(f"{where} is, or holds, no checkpoint that can be loaded")
+        if self._saver is not None:
+            self._saver.deliver()
+            self._saver.load(Path(path))
+            return
+        self._prepare_model()
+        assert self.strategy is not None
+        self._manager().load_model(self.strategy.unwrap(), path)
+        self.bus.fire("on_load_model_weights", path=path)
+
+    def save_model(self, output_dir: str | None = None, overwrite_output_dir: bool = False) -> None:
+        """Write the weights, config and tokenizer as a Hugging Face model folder."""
+        self._prepare_model()
+        assert self.strategy is not None
+        target = Path(output_dir or self.args.output_dir)
+        existing = sorted(target.glob("model*.safetensors")) if target.is_dir() else []
+        if existing and not overwrite_output_dir:
+            raise ConfigError(
+                f"save_model: {target} already holds {existing[0].name}; choose another folder or "
+                f"pass overwrite_output_dir=True"
+            )
+        save_pretrained(self.strategy.unwrap(), target, tokenizer=self.processing_class)
+
+    def set_best_checkpoint(self, best_checkpoint: str) -> None:
+        """Say which checkpoint is the best: it is recorded, and kept for the rest of the run."""
+        read_manifest(best_checkpoint)
+        manager = self._manager()
+        if self.state.best_model_checkpoint is not None:
+            manager.pinned.discard(Path(self.state.best_model_checkpoint).name)
+        self.state.best_model_checkpoint = str(best_checkpoint)
+        if Path(best_checkpoint).absolute().parent == manager.output_dir:
+            manager.pinned.add(Path(best_checkpoint).name)
+
+    def resolve_checkpoint_path(self, checkpoint_path: str | None) -> str | None:
+        """The checkpoint that is meant, the newest good one without a path; None if there is none.
+
+        A path to something that is no checkpoint, or a damaged one, gives None as well.
+        """
+        # A manager of its own: that of the run does not read again what it has verified.
+        manager = CheckpointManager(self.args.output_dir)
+        try:
+            found = manager.resolve(True if checkpoint_path is None else checkpoint_path)
+        except (CheckpointError, ConfigError):
+            return None
+        return None if found is None else str(found)
+
+    def get_state_components(self) -> list[StateComponent]:
+        """Every object whose state a checkpoint holds, and how ranks share it."""
+        given = {"model": self.model, "optimizer": self.optimizer}
+        own = [
+            StateComponent(key, value, SharingPattern.GLOBAL)
+            for key, value in given.items()
+            if value is not None
+        ]
+        return [*own, *(self._saver.components() if self._saver is not None else [])]
+
+    def get_process_groups(self) -> dict[str, Any]:
+        """The process groups of components that are shared by group: none on one device."""
+        return {}
+
+    def _manager(self) -> CheckpointManager:
+        if self._saver is not None:
+            return self._saver.manager
+        return CheckpointManager(self.args.output_dir)

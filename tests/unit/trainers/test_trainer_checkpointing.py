@@ -1,0 +1,140 @@
+"""Saving and loading a trainer on request, from callbacks and from outside."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway.checkpoint import (
+    CheckpointError,
+    CheckpointInterface,
+    StatefulProvider,
+    read_manifest,
+    verify,
+)
+from headway.engine.events import TrainerCallback
+from headway.errors import ConfigError
+from headway.testing import tiny_trainer
+
+
+class At(TrainerCallback):
+    """Calls a function after one step."""
+
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def on_step_end(self, args, state, control, trainer=None, **kwargs):
+        if state.global_step == self.step:
+            self.action(trainer)
+
+
+class Saved(TrainerCallback):
+    def __init__(self):
+        self.paths = []
+
+    def on_save(self, args, state, control, checkpoint_path=None, **kwargs):
+        self.paths.append(Path(checkpoint_path).name)
+
+
+def weights(trainer):
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_the_trainer_meets_both_protocols(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=1)
+    assert isinstance(trainer, CheckpointInterface) and isinstance(trainer, StatefulProvider)
+    assert trainer.get_process_groups() == {} and trainer.get_state_components() == []
+    trainer.train()
+    keys = [component.key for component in trainer.get_state_components()]
+    assert keys[:2] == ["model", "optimizer"]
+    assert {"scheduler", "dataset", "callbacks", "rng"} <= set(keys)
+
+
+def test_a_save_on_request_is_committed_when_it_returns_and_resumes(tmp_path):
+    found = {}
+
+    def save(trainer):
+        found["own"] = trainer.save_checkpoint()
+        found["id"] = trainer.save_checkpoint(checkpoint_id=77)
+        found["path"] = trainer.save_checkpoint(str(tmp_path / "mine"), checkpoint_id=5)
+        assert all(not verify(path) for path in found.values())
+
+    saved = Saved()
+    straight = tiny_trainer(tmp_path, [At(2, save), saved], max_steps=4)
+    straight.train()
+    assert saved.paths == ["checkpoint-2", "checkpoint-77", "mine"]
+    assert found["path"] == str(tmp_path / "mine")
+    assert found["id"] == str(tmp_path / "out" / "checkpoint-77")
+    assert read_manifest(found["id"]).step == 2
+    for path in found.values():
+        shutil.copytree(path, tmp_path / "again" / "checkpoint-2", dirs_exist_ok=False)
+        other = tiny_trainer(tmp_path / "x", max_steps=4)
+        other.train(resume_from_checkpoint=str(tmp_path / "again" / "checkpoint-2"))
+        assert other.state.global_step == 4 and same(weights(straight), weights(other))
+        shutil.rmtree(tmp_path / "again")
+        shutil.rmtree(tmp_path / "x")
+
+
+def test_loading_in_a_run_rewinds_it_and_before_a_run_gives_weights(tmp_path):
+    at_two = {}
+
+    def save(trainer):
+        trainer.save_checkpoint()
+        at_two.update(weights(trainer))
+
+    trainer = tiny_trainer(tmp_path, [At(2, save)], max_steps=4)
+    trainer.train()
+    assert not same(weights(trainer), at_two)
+    trainer.load_checkpoint()
+    assert trainer.state.global_step == 2 and same(weights(trainer), at_two)
+
+    fresh = tiny_trainer(tmp_path, max_steps=4)
+    fresh.load_checkpoint(str(tmp_path / "out" / "checkpoint-2"))
+    assert same(weights(fresh), at_two) and fresh.state.global_step == 0
+    with pytest.raises(CheckpointError, match="nowhere"):
+        fresh.load_checkpoint(str(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match="empty"):
+        tiny_trainer(tmp_path / "empty").load_checkpoint()
+    with pytest.raises(ConfigError, match="needs a run"):
+        fresh.save_checkpoint()
+
+
+def test_a_path_is_resolved_to_a_good_checkpoint_or_none(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    assert trainer.resolve_checkpoint_path(None) is None
+    trainer.train()
+    newest = tmp_path / "out" / "checkpoint-2"
+    assert trainer.resolve_checkpoint_path(None) == str(newest)
+    assert trainer.resolve_checkpoint_path(str(newest)) == str(newest)
+    assert trainer.resolve_checkpoint_path(str(tmp_path)) is None
+    (newest / "trainer_state.json").write_text("{}")
+    assert trainer.resolve_checkpoint_path(None) == str(tmp_path / "out" / "checkpoint-1")
+    assert trainer.resolve_checkpoint_path(str(newest)) is None
+
+
+def test_the_best_checkpoint_is_kept(tmp_path):
+    def mark(trainer):
+        trainer.set_best_checkpoint(str(tmp_path / "out" / "checkpoint-1"))
+
+    trainer = tiny_trainer(
+        tmp_path,
+        [At(2, mark)],
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=1,
+        save_async=False,
+    )
+    trainer.train()
+    assert {p.name for p in (tmp_path / "out").glob("checkpoint-*")} == {
+        "checkpoint-1",
+        "checkpoint-4",
+    }
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    with pytest.raises(CheckpointError, match="checkpoint-9"):
+        trainer.set_best_checkpoint(str(tmp_path / "out" / "checkpoint-9"))
