@@ -11,7 +11,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.checkpoint.manager import CheckpointManager, PendingSave
+from headway.checkpoint.manager import CheckpointManager
+from headway.checkpoint.staged import PendingSave
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,9 @@ class CheckpointContents:
     files are kept for the saves that follow with the same (equal) callable."""
     run_config: dict[str, Any] | None = None
     """Goes to `run/config.json`."""
+    validation_level: str = "none"
+    """With several ranks that each hold the whole model and optimizer: how thoroughly to check,
+    before a save, that they are equal everywhere (none, quick, tensor or full)."""
 
     def check_keys(self) -> None:
         """Component keys must be unique and not those of the model and the optimizer."""

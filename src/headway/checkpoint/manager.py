@@ -37,9 +37,10 @@ from headway.checkpoint.manifest import (
 from headway.checkpoint.owner import new_nonce
 from headway.checkpoint.pins import is_pinned
 from headway.checkpoint.ranks import Ranks, SoloRanks
-from headway.checkpoint.reader import load_contents, load_weights
+from headway.checkpoint.reader import held_elsewhere, load_contents, load_weights
+from headway.checkpoint.replication import check_contents
 from headway.checkpoint.retention import Entry, choose_deletions, rank_by_metric
-from headway.checkpoint.staged import StagedCheckpoint
+from headway.checkpoint.staged import PendingSave
 from headway.checkpoint.staging import Stager
 from headway.checkpoint.storage import Storage, is_url, open_storage
 from headway.checkpoint.tensors import MAX_SHARD_BYTES
@@ -57,19 +58,6 @@ class LoadedCheckpoint:
     step: int
     manifest: Manifest
     trainer_state: dict[str, Any]
-
-
-@dataclass
-class PendingSave:
-    """A save whose state has been copied and is yet to be written."""
-
-    staged: StagedCheckpoint
-    step: int
-    kind: str
-    metrics: dict[str, Any] | None
-    metric: float | None
-    metadata: dict[str, Any]
-    before_commit: Callable[[Path], None] | None
 
 
 def _lifetime(permanent: bool, ephemeral: bool) -> dict[str, Any]:
@@ -197,6 +185,7 @@ class CheckpointManager:
         if step < 0:
             raise ConfigError(f"a checkpoint needs a step of 0 or more, not {step}")
         metadata = _lifetime(permanent, ephemeral)
+        check_contents(self._ranks, contents)
         with self._ranks.together("copying the state"):
             staged = self._stager.stage(contents, metrics)
         return PendingSave(
@@ -280,6 +269,9 @@ class CheckpointManager:
             aside = final.with_name(f"{final.name}.{'old' if was_committed else 'foreign'}-{nonce}")
             self._storage.rename(final, aside)
         try:
+            if aside is not None:
+                # Else a power cut may keep the second rename alone, and with it lose the earlier.
+                self._storage.sync_dir(self.output_dir)
             self._storage.rename(temporary, final)
         except BaseException:
             if aside is not None:
@@ -330,7 +322,7 @@ class CheckpointManager:
 
     def clean_leftovers(self) -> list[str]:
         """Clean up after saves and deletions of processes that are gone; call it at the start."""
-        return leftovers.clean_leftovers(self._storage)
+        return leftovers.clean_leftovers(self._storage) if self._ranks.is_main else []
 
     # -- finding ----------------------------------------------------------------------------
 
@@ -370,6 +362,19 @@ class CheckpointManager:
 
         The second item has a line for every damaged file.
         """
+        ranks, path = self._ranks, None
+        damaged: Sequence[str] = ()
+        with ranks.together("looking for a checkpoint"):
+            if ranks.is_main:
+                path, damaged = self._find_intact()
+        name, damaged = ranks.share([None if path is None else str(path), list(damaged)])
+        if name is None:
+            return None, damaged
+        path = Path(name)
+        self._verified.add((path, read_manifest(path).digest))
+        return path, damaged
+
+    def _find_intact(self) -> tuple[Path | None, Sequence[str]]:
         found = self.list()
         damaged = [*damaged_manifests(self.output_dir).values()]
         for checkpoint in reversed(found):
@@ -378,7 +383,6 @@ class CheckpointManager:
             self._storage.fetch(checkpoint.path)
             problems = verify(checkpoint.path)
             if not problems:
-                self._verified.add((checkpoint.path, checkpoint.manifest.digest))
                 return checkpoint.path, damaged
             damaged += problems
         return None, damaged
@@ -427,10 +431,20 @@ class CheckpointManager:
         directory = self._at_hand(path) if path is not None else self.resolve(True)
         if directory is None:
             raise CheckpointError(f"{self.output_dir} holds no checkpoint that can be loaded")
-        manifest = read_manifest(directory)
-        if verify:
-            self._require_intact(directory, manifest)
-        trainer_state = load_contents(contents, directory, manifest, components=components)
+        with self._ranks.together("verifying the checkpoint"):
+            manifest = read_manifest(directory)
+            if verify:
+                self._require_intact(directory, manifest)
+        elsewhere = held_elsewhere(contents, self._ranks)
+        with self._ranks.together("loading the checkpoint"):
+            trainer_state = load_contents(
+                contents,
+                directory,
+                manifest,
+                components=components,
+                ranks=self._ranks,
+                elsewhere=elsewhere,
+            )
         return LoadedCheckpoint(directory, manifest.step, manifest, trainer_state)
 
     def load_model(self, model: nn.Module, path: str | Path) -> None:
@@ -455,6 +469,9 @@ class CheckpointManager:
             # Only once: what `resolve` has just verified is not read again.
             self._verified.remove((directory, manifest.digest))
         except KeyError:
+            if names is None and self._ranks.world_size > 1:
+                # Every rank reads its share; what one of them finds, all of them raise.
+                names = sorted(manifest.files)[self._ranks.rank :: self._ranks.world_size]
             problems = verify(directory, names=names)
             if problems:
                 raise CheckpointError("\n".join(problems)) from None

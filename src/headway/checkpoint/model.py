@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.errors import CheckpointError, MisfitError
 from headway.checkpoint.tensors import ShardReader
 from headway.errors import nearest
 from headway.models.ties import input_embedding_names, listed_ties, split_ties
@@ -82,7 +82,7 @@ def describe_names(names: Iterable[str], candidates: Collection[str] = ()) -> st
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
 
 
-def _match(reader: ShardReader, live: ModelTensors) -> dict[str, str]:
+def _match(reader: ShardReader, live: ModelTensors, elsewhere: Collection[str]) -> dict[str, str]:
     """Stored name for each live tensor's name; all that does not fit goes into one error."""
     sources = {name: name for name in reader.weight_map}
     sources.update({alias: name for alias, name in reader.aliases.items() if name in sources})
@@ -90,7 +90,8 @@ def _match(reader: ShardReader, live: ModelTensors) -> dict[str, str]:
     filled = {live.aliases.get(name, name) for name in sources if name in live.by_name}
     missing = [name for name in live.stored if name not in filled]
     used = {sources[name] for name in sources if name in live.by_name}
-    unexpected = set(reader.weight_map) - used
+    taken_elsewhere = {sources[name] for name in sources if name in elsewhere}
+    unexpected = set(reader.weight_map) - used - taken_elsewhere
     problems = []
     if missing:
         problems.append(f"missing in it: {describe_names(missing, unexpected)}")
@@ -108,16 +109,21 @@ def _match(reader: ShardReader, live: ModelTensors) -> dict[str, str]:
     if problems:
         more = len(problems) - _MOST_NAMED
         listed = "; ".join(problems[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
-        raise CheckpointError(f"{reader.index_path} does not fit the model: {listed}")
+        raise MisfitError(f"{reader.index_path} does not fit the model: {listed}")
     return wanted
 
 
 @torch.no_grad()
-def load_model_tensors(model: nn.Module, reader: ShardReader) -> None:
-    """Copy stored weights into the module's own tensors; nothing is copied unless all names fit."""
+def load_model_tensors(
+    model: nn.Module, reader: ShardReader, elsewhere: Collection[str] = ()
+) -> None:
+    """Copy stored weights into the module's own tensors; nothing is copied unless all names fit.
+
+    Stored names `elsewhere`, which other ranks load, may be absent here.
+    """
     live = collect_model(model)
     targets: dict[str, list[str]] = {}
-    for name, source in _match(reader, live).items():
+    for name, source in _match(reader, live, elsewhere).items():
         targets.setdefault(source, []).append(name)
     written: dict[str, str] = {}
     recast = []

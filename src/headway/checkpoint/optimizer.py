@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -182,8 +182,14 @@ def join_optimizer(
     names: Mapping[int, str],
     encoded: Mapping[str, Any],
     reader: ShardReader,
+    elsewhere: Collection[str] = (),
 ) -> None:
-    """Put a saved state into the live optimizer, by parameter name."""
+    """Put a saved state into the live optimizer, by parameter name.
+
+    Parameters `elsewhere`, which other ranks hold, may be absent here.
+    """
+    present = {n: p for n, p in encoded["params"].items() if n not in elsewhere}
+    encoded = {**encoded, "params": present}
     groups = _named_params(optimizer, names)
     live = {name: param for members in groups for name, param in members.items()}
     _check_fit(optimizer, live, encoded, reader)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from headway.checkpoint.component import StateComponent, file_stem
+from headway.checkpoint.component import SharingPattern, StateComponent, file_stem
 from headway.checkpoint.contents import (
     MODEL_EXTRA_STEM,
     OPTIMIZER_STATE_NAME,
@@ -23,12 +23,20 @@ from headway.checkpoint.contents import (
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.jsonfile import read_json
 from headway.checkpoint.manifest import Manifest
-from headway.checkpoint.model import collect_model, load_extra_state, load_model_tensors
+from headway.checkpoint.model import (
+    collect_model,
+    describe_names,
+    load_extra_state,
+    load_model_tensors,
+)
 from headway.checkpoint.optimizer import join_optimizer
+from headway.checkpoint.ranks import Ranks, SoloRanks
 from headway.checkpoint.rng import RNGState
+from headway.checkpoint.staged import TensorSlice
 from headway.checkpoint.tensors import ShardReader, read_tensor_file
 from headway.checkpoint.tree import join_tree
 from headway.errors import ConfigError, unknown
+from headway.models.shards import index_name
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +51,11 @@ def read_tree(directory: Path, stem: str, manifest: Manifest) -> Any:
     return join_tree(encoded, tensors, what=str(path))
 
 
-def load_weights(model: nn.Module, directory: Path, manifest: Manifest) -> None:
+def load_weights(
+    model: nn.Module, directory: Path, manifest: Manifest, elsewhere: Collection[str] = ()
+) -> None:
     """Load the weights (and the modules' extra state) into a live model."""
-    load_model_tensors(model, ShardReader(directory, "model"))
+    load_model_tensors(model, ShardReader(directory, "model"), elsewhere)
     if f"{MODEL_EXTRA_STEM}.json" in manifest.files:
         load_extra_state(model, read_tree(directory, MODEL_EXTRA_STEM, manifest))
 
@@ -56,8 +66,14 @@ def load_contents(
     manifest: Manifest,
     *,
     components: Collection[str] | None = None,
+    ranks: Ranks | None = None,
+    elsewhere: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Fill `contents` (or only the named `components`); returns the saved trainer state."""
+    """Fill `contents` (or only the named `components`); returns the saved trainer state.
+
+    `elsewhere` names weights that other ranks hold and load.
+    """
+    ranks = ranks or SoloRanks()
     contents.check_keys()
     known = {"model", "optimizer", *(component.key for component in contents.components)}
     wanted = known if components is None else set(components)
@@ -65,14 +81,14 @@ def load_contents(
         raise ConfigError(unknown("checkpoint component", name, known))
 
     if "model" in wanted:
-        load_weights(contents.model, directory, manifest)
+        load_weights(contents.model, directory, manifest, elsewhere)
     if "optimizer" in wanted and contents.optimizer is not None:
-        _load_optimizer(contents, directory, manifest)
+        _load_optimizer(contents, directory, manifest, elsewhere)
     # The generators last: restoring another component may draw random numbers.
     ordered = sorted(contents.components, key=lambda c: isinstance(c.stateful, RNGState))
     for component in ordered:
         if component.key in wanted:
-            _load_component(component, directory, manifest)
+            _load_component(component, directory, manifest, ranks)
     unclaimed = {entry["key"] for entry in manifest.components} - known
     if unclaimed:
         logger.warning(
@@ -86,7 +102,18 @@ def load_contents(
     return trainer_state
 
 
-def _load_optimizer(contents: CheckpointContents, directory: Path, manifest: Manifest) -> None:
+def held_elsewhere(contents: CheckpointContents, ranks: Ranks) -> set[str]:
+    """Names of weights that other ranks hold and this one does not; every rank must call it."""
+    if ranks.world_size == 1:
+        return set()
+    own = collect_model(contents.model).by_name
+    told = ranks.exchange(sorted(own))
+    return {name for names in told for name in names} - set(own)
+
+
+def _load_optimizer(
+    contents: CheckpointContents, directory: Path, manifest: Manifest, elsewhere: Collection[str]
+) -> None:
     assert contents.optimizer is not None
     if manifest.component("optimizer") is None:
         raise CheckpointError(
@@ -97,10 +124,13 @@ def _load_optimizer(contents: CheckpointContents, directory: Path, manifest: Man
         collect_model(contents.model).names_by_id(),
         read_json(directory / OPTIMIZER_STATE_NAME),
         ShardReader(directory, "optimizer"),
+        elsewhere,
     )
 
 
-def _load_component(component: StateComponent, directory: Path, manifest: Manifest) -> None:
+def _load_component(
+    component: StateComponent, directory: Path, manifest: Manifest, ranks: Ranks
+) -> None:
     entry = manifest.component(component.key)
     if entry is None:
         if component.required:
@@ -109,18 +139,81 @@ def _load_component(component: StateComponent, directory: Path, manifest: Manife
             )
         logger.warning("%s holds no state for %r; it starts fresh", directory, component.key)
         return
-    stem = file_stem(component)
-    if f"{stem}.json" not in entry["files"]:
+    pattern = component.sharing_pattern
+    group = ranks.group_of(component).number if pattern is SharingPattern.PER_GROUP else 0
+    stem = file_stem(component, rank=ranks.rank, node=ranks.node, group=group)
+    wanted = index_name(stem) if pattern is SharingPattern.SHARDED else f"{stem}.json"
+    fresh = component.metadata.get("on_missing_rank") == "fresh"
+    difference = _layout_difference(component, manifest, ranks)
+    if difference and not fresh:
         raise CheckpointError(
-            f"component {component.key!r} is {component.sharing_pattern.value} here and "
-            f"{entry['sharing_pattern']} in {directory}, which has no {stem}.json"
+            f"component {component.key!r} is {pattern.value}: {difference}. It cannot be dealt "
+            'anew; metadata={"on_missing_rank": "fresh"} lets ranks without a file start fresh'
+        )
+    if wanted not in entry["files"]:
+        if difference:
+            logger.warning("%r starts fresh on rank %d: %s", component.key, ranks.rank, difference)
+            return
+        raise CheckpointError(
+            f"component {component.key!r} is {pattern.value} here and "
+            f"{entry['sharing_pattern']} in {directory}, which has no {wanted}"
         )
     try:
-        component.stateful.load_state_dict(read_tree(directory, stem, manifest))
+        if pattern is SharingPattern.SHARDED:
+            state: Any = _read_sharded(component, directory, stem)
+        else:
+            state = read_tree(directory, stem, manifest)
+        component.stateful.load_state_dict(state)
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(
             f"component {component.key!r} could not take its state from "
-            f"{directory / stem}.json: {type(error).__name__}: {error}"
+            f"{directory / wanted}: {type(error).__name__}: {error}"
         ) from error
+
+
+def _layout_difference(component: StateComponent, manifest: Manifest, ranks: Ranks) -> str | None:
+    """How the ranks of the save differ from these where the component depends on it."""
+    saved, now = manifest.topology, ranks.topology()
+    match component.sharing_pattern:
+        case SharingPattern.PER_RANK:
+            then, here = saved.get("world_size", 1), ranks.world_size
+            what = f"it was saved by {then} ranks, this run has {here}"
+        case SharingPattern.PER_NODE:
+            then = len(set(saved.get("nodes", [0])))
+            here = len(set(ranks.nodes))
+            what = f"it was saved on {then} nodes, this run has {here}"
+        case SharingPattern.PER_GROUP:
+            name = component.process_group_name or ""
+            then = saved.get("groups", {}).get(name)
+            here = now.get("groups", {}).get(name)
+            what = f"the groups {name!r} were {then}, here they are {here}"
+        case _:
+            return None
+    return what if then != here else None
+
+
+def _read_sharded(component: StateComponent, directory: Path, stem: str) -> dict[str, Any]:
+    """What this rank holds of a SHARDED component, by the names its live state has."""
+    reader = ShardReader(directory, stem)
+    live = component.stateful.state_dict()
+    missing = sorted(set(live) - set(reader.weight_map))
+    if missing:
+        raise CheckpointError(
+            f"{reader.index_path} does not fit component {component.key!r}: missing in it: "
+            f"{describe_names(missing, reader.weight_map)}"
+        )
+    shapes = reader.shapes(live)
+    parts: dict[str, tuple[slice, ...]] = {}
+    for name, held in live.items():
+        here = tuple(held.shape)
+        if shapes[name] != here:
+            raise CheckpointError(
+                f"{reader.index_path}: {name} is {list(shapes[name])} there, {list(here)} here"
+            )
+        is_slice = isinstance(held, TensorSlice)
+        offsets = held.offsets if is_slice else (0,) * len(here)
+        sizes = tuple(held.tensor.shape) if is_slice else here
+        parts[name] = tuple(slice(o, o + s) for o, s in zip(offsets, sizes))
+    return dict(reader.parts(parts))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -78,3 +79,16 @@ class StagedCheckpoint:
                 yield from ((component.shards.tensors, name) for name in component.shards.tensors)
             for tree in component.trees:
                 yield from ((tree.tensors, name) for name in tree.tensors)
+
+
+@dataclass
+class PendingSave:
+    """A save whose state has been copied and is yet to be written."""
+
+    staged: StagedCheckpoint
+    step: int
+    kind: str
+    metrics: dict[str, Any] | None
+    metric: float | None
+    metadata: dict[str, Any]
+    before_commit: Callable[[Path], None] | None

@@ -23,6 +23,7 @@ from headway.checkpoint.jobs import Job, run_jobs
 from headway.checkpoint.manifest import MANIFEST_NAME
 from headway.checkpoint.optimizer import merge_optimizers
 from headway.checkpoint.ranks import Ranks, SoloRanks
+from headway.checkpoint.slices import sliced_files, write_sliced
 from headway.checkpoint.staged import (
     StagedCheckpoint,
     StagedComponent,
@@ -65,6 +66,7 @@ class ContentsWriter:
         self._num_threads = num_threads
         self._stamps: dict[str, tuple[int, int]] = {}
         self._jobs: list[Job] = []
+        self._told: list[Any] = []
         self.files: dict[str, FileRecord] = {}
         self.components: list[dict[str, Any]] = []
 
@@ -75,7 +77,7 @@ class ContentsWriter:
         return record.digest if record else None
 
     def write(self, staged: StagedCheckpoint) -> None:
-        """Write everything but the manifest; afterwards rank 0 knows the files of all ranks."""
+        """Write this rank's files; `finish` on rank 0 takes in those of the others."""
         ranks = self._ranks
         with ranks.together("preparing to write"):
             staged.wait()
@@ -103,7 +105,18 @@ class ContentsWriter:
             for tree in staged.trees:
                 self._add_tree(tree)
             run_jobs(self._jobs, self._num_threads)
-        self._merge(ranks.gather([self.files, self.components]))
+        for component, entry in zip(staged.components, self.components):
+            if component.shards is not None and component.key in plans:
+                entry["files"] += write_sliced(
+                    plans[component.key],
+                    component.shards.tensors,
+                    ranks,
+                    self._storage,
+                    self._directory,
+                    self._digest,
+                    self._record,
+                )
+        self._told = ranks.gather([self.files, self.components])
 
     # -- jobs -------------------------------------------------------------------------------
 
@@ -134,8 +147,9 @@ class ContentsWriter:
         self, shards: StagedShards, plan: ShardPlan, shared: list[dict[str, Any]]
     ) -> list[str]:
         files = []
+        in_rounds = set(sliced_files(plan))
         for file_name, names in plan.files.items():
-            if plan.owner_of(file_name) != self._ranks.rank:
+            if plan.owner_of(file_name) != self._ranks.rank or file_name in in_rounds:
                 continue
             tensors = {name: _whole(shards.tensors[name]) for name in names}
             files += self._add_tensor_file(file_name, tensors)
@@ -179,9 +193,9 @@ class ContentsWriter:
         status = os.lstat(self._directory / name)
         return (status.st_size, status.st_mtime_ns)
 
-    def _merge(self, told: list[Any]) -> None:
-        """On rank 0: take in the files and components of the other ranks."""
-        for files, components in told[1:]:
+    def _merge(self) -> None:
+        """Take in the files and components of the other ranks."""
+        for files, components in self._told[1:]:
             for name, record in files.items():
                 self._record(name, FileRecord(*record))
             for own, other in zip(self.components, components):
@@ -191,7 +205,8 @@ class ContentsWriter:
             component["files"].sort()
 
     def finish(self) -> None:
-        """Record and sync what others wrote into the directory, then sync the directories."""
+        """On rank 0: record the files of all ranks, and what else lies in the directory; sync."""
+        self._merge()
         for name in list_files(self._directory):
             check_name(name)
             if name == MANIFEST_NAME:
@@ -216,7 +231,7 @@ def json_text(encoded: Any) -> bytes:
 
 
 def _whole(held: Tensor | TensorSlice) -> Tensor:
-    assert isinstance(held, Tensor), "slices are put together before they are written"
+    assert isinstance(held, Tensor), "files with slices are written in rounds"
     return held
 
 
