@@ -1,6 +1,7 @@
 """The error for a checkpoint that cannot be written or used.
 
-Owns: `CheckpointError`. Does not own: a user's mistake in an option (`headway.errors.ConfigError`).
+Owns: `CheckpointError` and `MisfitError`. Does not own: a user's mistake in an option
+(`headway.errors.ConfigError`).
 """
 
 from __future__ import annotations
@@ -8,3 +9,7 @@ from __future__ import annotations
 
 class CheckpointError(RuntimeError):
     """A checkpoint is damaged, incomplete or does not fit; the message names the file or key."""
+
+
+class MisfitError(CheckpointError):
+    """A whole checkpoint does not fit the model it is loaded into: names or shapes differ."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from headway.checkpoint import legacy
-from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.errors import CheckpointError, MisfitError
 from headway.checkpoint.jsonfile import read_json_object
 from headway.checkpoint.meta import (
     SAFE_WEIGHTS_INDEX_NAME,
@@ -205,7 +205,7 @@ def load_into(
     if strict and unexpected:
         problems.append(f"not in the model: {describe_names(unexpected, missing)}")
     if problems:
-        raise CheckpointError(f"{weights.path} does not fit the model: {'; '.join(problems[:8])}")
+        raise MisfitError(f"{weights.path} does not fit the model: {'; '.join(problems[:8])}")
     if assign:
         _assign(module, weights, targets, live.aliases, device)
     else:
