@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -353,3 +354,56 @@ def test_without_a_verb_the_help_is_shown(capsys: pytest.CaptureFixture[str]) ->
     assert main([]) == 0
     out = capsys.readouterr().out
     assert all(verb in out for verb in VERBS)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "--prompt", "a", "--greedy", "--max-new-tokens=1"],
+        ["eval", "--data", "train.hwt"],
+    ],
+)
+def test_a_changed_weight_is_found_before_a_model_is_used(
+    words: list[str], here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "checkpoint-30"
+    shutil.copytree(here / "out/checkpoint-30", folder)
+    assert main([words[0], str(folder), *words[1:]]) == 0
+    file = next(folder.glob("model-*.safetensors"))
+    raw = bytearray(file.read_bytes())
+    raw[-5] ^= 1
+    file.write_bytes(raw)
+    capsys.readouterr()
+    assert main([words[0], str(folder), *words[1:]]) == 1
+    captured = capsys.readouterr()
+    assert file.name in captured.err and "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_a_checkpoint_of_another_model_is_the_users_mistake(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted((here / "out").rglob("*"))
+    assert main(["train", "run.yaml", "--model.hidden_size=64"]) == 2
+    captured = capsys.readouterr()
+    assert "hidden_size was 32 and is now 64" in captured.err
+    assert "args.output_dir (now 'out')" in captured.err and "Traceback" not in captured.err
+    assert sorted((here / "out").rglob("*")) == before
+
+
+def test_train_prints_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--args.output_dir=json", "--args.max_steps=2"]
+    result = ask(capsys, "train", "run.yaml", *words)
+    assert result["steps"] == 2 and result["interrupted_by"] is None
+    assert Path(result["checkpoint"]).name == "checkpoint-2" and result["output_dir"] == "json"
+    assert result["loss"] == pytest.approx(result["metrics"]["train_loss"])
+
+
+def test_generate_without_a_temperature_names_its_own_option(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", "out", "--prompt", "a", "--temperature=0", "--max-new-tokens=1"]
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert "--greedy" in captured.err and "do_sample" not in captured.err
+    assert main([*words, "--greedy"]) == 0

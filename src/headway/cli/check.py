@@ -1,14 +1,14 @@
 """`headway check CONFIG`: everything about a run that can be known without training it.
 
-Builds the model on the meta device, opens the data, and prints steps, tokens, parameters, memory,
-the size of a checkpoint and the first sample. Writes nothing.
+Builds the model on the meta device, opens the data, tries one forward pass without values, and
+prints steps, tokens, parameters, memory, the size of a checkpoint and the first sample. Writes
+nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ def examine(run_config: RunConfig) -> dict[str, Any]:
     from_config.check_output_dir(args.output_dir)
     tokenizer = from_config.build_tokenizer(run_config)
     train, held_out = from_config.build_datasets(run_config, tokenizer)
-    from_config.build_callbacks(run_config)
+    _register(args, from_config.build_callbacks(run_config))
     collator = from_config.build_collator(run_config, tokenizer)
-    model = from_config.build_meta_model(run_config)
+    model, not_meta = from_config.build_model_to_look_at(run_config)
     accumulation = accumulation_steps(args, 1, train)
     loader = WindowLoader(
         train,
@@ -70,6 +70,8 @@ def examine(run_config: RunConfig) -> dict[str, Any]:
             held_out, batch_size=args.per_device_eval_batch_size, collate_fn=collator
         )
         check_data_fits(model, eval_loader, "data.eval")
+    first = next(WindowLoader(train, batch_size=1, collate_fn=collator, shuffle=False).batches())
+    not_tried = _try_forward(model, first)
     plan = plan_run(args, loader, 1)
     optimizer, scheduler = from_config.build_optimizer_and_scheduler(run_config, model)
     if scheduler is None:
@@ -96,8 +98,55 @@ def examine(run_config: RunConfig) -> dict[str, Any]:
         "checkpoint_bytes": None if state is None else weights + state,
         "optimizer": type(optimizer).__name__,
         "output_dir": args.output_dir,
-        "first_sample": _first_sample(train, tokenizer),
+        "first_sample": _first_sample(train, tokenizer, first),
+        "not_built_on_meta": not_meta,
+        "forward_not_tried": not_tried,
     }
+
+
+def _register(args: Any, callbacks: Any) -> None:
+    """Find what only registration finds: a misspelt hook, a handler with wrong arguments."""
+    from headway.engine.events import EventBus, normalise_callbacks
+    from headway.engine.state import TrainerControl, TrainerState
+
+    bus = EventBus(args, TrainerState(), TrainerControl())
+    for name, callback in normalise_callbacks(callbacks):
+        bus.add(callback, name)
+
+
+def _try_forward(model: Any, batch: Any) -> str | None:
+    """Raise ConfigError if the model makes no loss of the batch; a reason if that is not known."""
+    import torch
+
+    from headway.data.counting import count_targets
+    from headway.errors import ConfigError
+    from headway.models import Decoder
+    from headway.strategies.objective import Objective
+
+    device = next((p.device for p in model.parameters()), torch.device("meta"))
+    targets = max(1, int(count_targets(batch)))
+    try:
+        with torch.no_grad():
+            Objective(model).loss(model, _move(batch, device), targets, targets)
+    except ConfigError:
+        raise
+    except Exception as error:  # data-dependent code has no answer on the meta device
+        # Our own decoder's loss needs autocast, which meta lacks; that it makes one is known.
+        return None if isinstance(model, Decoder) else _one_line(error)
+    return None
+
+
+def _move(batch: Any, device: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return {key: _move(value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [_move(value, device) for value in batch]
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _weight_bytes(model: Any) -> int:
@@ -160,29 +209,26 @@ def _memory(
         **known,
         "activations_bytes": estimate.activations_bytes,
         "loss_bytes": estimate.loss_bytes,
+        "fixed_bytes": estimate.fixed_bytes,
         "total_bytes": estimate.total_bytes,
     }
 
 
-def _first_sample(dataset: Any, tokenizer: Any) -> dict[str, Any]:
-    sample = dataset[0] if hasattr(dataset, "__getitem__") else next(iter(dataset), None)
-    if not isinstance(sample, Mapping) or "input_ids" not in sample:
-        return {"keys": sorted(map(str, sample)) if isinstance(sample, Mapping) else None}
-    ids = [int(i) for i in sample["input_ids"]]
-    labels = sample.get("labels")
+def _first_sample(dataset: Any, tokenizer: Any, batch: Any) -> dict[str, Any]:
+    """The first sample in figures; `batch` is the collated one."""
+    from headway.data.counting import count_targets
+
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        return {"keys": sorted(map(str, batch)) if isinstance(batch, Mapping) else None}
+    ids = batch["input_ids"][0].tolist()
     coder = tokenizer if tokenizer is not None else getattr(dataset, "tokenizer", None)
     return {
-        "keys": sorted(map(str, sample)),
+        "keys": sorted(map(str, batch)),
         "num_tokens": len(ids),
-        "num_targets": None if labels is None else _count_targets(labels),
+        "num_targets": int(count_targets(batch)),
         "input_ids": ids[:_SHOWN_IDS],
         "text": None if coder is None else coder.decode(ids)[:_SHOWN_CHARACTERS],
     }
-
-
-def _count_targets(labels: Any) -> int:
-    # The first token of a sequence has nothing before it to be predicted from.
-    return sum(int(label) != -100 for label in islice(labels, 1, None))
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -194,12 +240,14 @@ def _print(facts: dict[str, Any]) -> None:
         steps = f"{facts['steps']:,} ({facts['epochs']:.2f} epochs of {facts['steps_per_epoch']:,})"
     parts = [
         (name, memory.get(f"{name}_bytes"))
-        for name in ("weights", "gradients", "optimizer", "activations")
+        for name in ("weights", "gradients", "optimizer", "activations", "loss", "fixed")
     ]
     shown = ", ".join(f"{name} {spell_bytes(n)}" for name, n in parts if n is not None)
     total = "not known" if memory["total_bytes"] is None else spell_bytes(memory["total_bytes"])
     if memory["activations_bytes"] is None:
         shown += "; activations are not estimated for this model and data"
+    elif sum(n for _, n in parts if n is not None) != memory["total_bytes"]:
+        shown += "; the total is the peak of a step, when not all of them exist at once"
     batch = f"{facts['samples_per_step']:,} samples"
     if facts["tokens_per_step"] is not None:
         batch += f", {facts['tokens_per_step']:,} tokens"
@@ -220,6 +268,10 @@ def _print(facts: dict[str, Any]) -> None:
         rows.append(("first sample", f"{sample['num_tokens']:,} tokens: {sample['input_ids']} ..."))
     if sample.get("text"):
         rows.append(("as text", repr(sample["text"])))
+    if facts["not_built_on_meta"]:
+        rows.append(("note", f"built on the CPU, not on meta: {facts['not_built_on_meta']}"))
+    if facts["forward_not_tried"]:
+        rows.append(("note", f"the forward pass was not tried: {facts['forward_not_tried']}"))
     print_table(rows)
     if facts["trained_parameters"] != facts["parameters"]:
         share = facts["trained_parameters"] / max(1, facts["parameters"])

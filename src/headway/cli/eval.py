@@ -1,6 +1,7 @@
 """`headway eval DIR --data FILES`: loss, perplexity and bits per byte of a model on data.
 
-The data is cut into sequences that do not overlap; the first token of each is only context. Bits
+The data is cut into sequences that do not overlap; the first token of each is only context. The
+documents in a sequence do not see each other, and a document's first token is not predicted. Bits
 per byte are the bits per token times the data's tokens per byte, so they compare across tokenizers.
 """
 
@@ -22,6 +23,11 @@ _MOST_DECODED_TOKENS = 1_000_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
+    parser.epilog = (
+        "The data is cut into sequences that do not overlap; the first token of each is only "
+        "context. The documents in a sequence do not see each other, and the first token of a "
+        "document is not predicted: nothing stands before it."
+    )
     parser.add_argument("dir", metavar="DIR", help="a model, checkpoint or run folder")
     parser.add_argument(
         "--data",

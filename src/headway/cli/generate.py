@@ -34,6 +34,11 @@ def run(options: argparse.Namespace) -> int:
 
     if not options.prompt:
         raise ConfigError("--prompt: the text must not be empty")
+    if not options.greedy and not options.temperature > 0:
+        raise ConfigError(
+            f"--temperature: must be above 0, got {options.temperature:g}; "
+            f"for the likeliest token at every place give --greedy"
+        )
     folder = find_model_folder(options.dir)
     tokenizer = load_folder_tokenizer(folder, options.tokenizer)
     device = resolve_device(options.device)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from headway.config.finite import finite
 
 _LEVEL_WORDS = {logging.INFO: "", logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
@@ -70,7 +71,7 @@ def say_error(problems: Sequence[str]) -> None:
 
 def print_json(value: Any) -> None:
     """The value as JSON on stdout; what JSON has no number for becomes null."""
-    print(json.dumps(_finite(value), indent=2, default=str))
+    print(json.dumps(finite(value), indent=2, default=str))
 
 
 def print_table(rows: Sequence[tuple[str, str]], *, title: str | None = None) -> None:
@@ -119,13 +120,3 @@ def spell_count(number: int) -> str:
         if number >= size:
             return f"{number:,} ({number / size:.3g}{unit})"
     return f"{number:,}"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

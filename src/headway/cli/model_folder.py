@@ -43,9 +43,29 @@ def load_model(folder: Path) -> nn.Module:
     """The model in a folder, ready to be asked."""
     from headway.models import load_causal_lm
 
+    _check_whole(folder)
     if (folder / "config.json").is_file():
         return load_causal_lm(folder).eval()
     return _load_by_run(folder).eval()
+
+
+def _check_whole(folder: Path) -> None:
+    """Refuse weights that are not those their checkpoint was committed with."""
+    from headway.checkpoint import (
+        CHECKPOINT_MANIFEST_FILENAME,
+        CheckpointError,
+        read_manifest,
+        verify,
+    )
+
+    if not (folder / CHECKPOINT_MANIFEST_FILENAME).is_file():
+        return
+    names = [
+        name for name in read_manifest(folder).files if name.startswith(("model", "config.json"))
+    ]
+    problems = verify(folder, names=names, num_threads=4)
+    if problems:
+        raise CheckpointError("\n".join(problems))
 
 
 def _load_by_run(folder: Path) -> nn.Module:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import signal
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headway.config.schema import RunConfig
 
 TAKES_OVERRIDES = True
+# What the trainer calls its data, and where a run file has it.
+_RUN_FILE_KEYS = {"train_dataset": "data.train", "eval_dataset": "data.eval"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
-    parser.usage = "headway train CONFIG [--resume PATH | --no-resume] [--any.key=value ...]"
+    parser.usage = (
+        "headway train CONFIG [--resume PATH | --no-resume] [--json] [--any.key=value ...]"
+    )
     parser.epilog = (
         "Any key of the run file can be set: --args.max_steps=100 --model.num_layers=4. "
         "A run goes on from its newest checkpoint by itself; Ctrl-C or SIGTERM saves and stops."
@@ -21,10 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--resume", metavar="PATH", help="continue from this checkpoint")
     group.add_argument("--no-resume", action="store_true", help="start afresh")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Train; 0 when done or stopped by `stop_at`, 128 + signal when a signal stopped it."""
+    from headway.cli.messages import print_json
     from headway.config.load import load_run
 
     run_config = load_run(options.config, options.overrides)
@@ -35,9 +46,75 @@ def run(options: argparse.Namespace) -> int:
     trainer = build_trainer(run_config)
     if options.quiet:
         silence(trainer)
-    output = trainer.train(resume_from_checkpoint=resume)
-    report(options, trainer, output)
+    output = _train(options, trainer, run_config, resume)
+    if options.json:
+        print_json(summarise(trainer, output))
+    else:
+        report(options, trainer, output)
     return exit_code(output)
+
+
+def _train(
+    options: argparse.Namespace, trainer: Any, run_config: RunConfig, resume: bool | str | None
+) -> Any:
+    """Train, and tell a user's mistakes in the terms of the run file."""
+    from headway.checkpoint.errors import MisfitError
+    from headway.config.load import locate_key
+    from headway.errors import ConfigError
+
+    try:
+        return trainer.train(resume_from_checkpoint=resume)
+    except MisfitError as error:
+        raise ConfigError(_explain_misfit(error, run_config, options.resume)) from error
+    except ConfigError as error:
+        told = []
+        for problem in error.problems:
+            for name, key in _RUN_FILE_KEYS.items():
+                if problem.startswith(f"{name}: "):
+                    where = locate_key(options.config, options.overrides, key) or options.config
+                    problem = f"{where}: {key}{problem.removeprefix(name)}"
+            told.append(problem)
+        raise ConfigError(told) from error
+
+
+def _explain_misfit(error: Exception, run_config: RunConfig, given: str | None) -> list[str]:
+    from headway.checkpoint import find_latest_checkpoint
+    from headway.config.snapshot import resolved_config
+    from headway.trainers.resume import compare_configs
+
+    output_dir = run_config.args.output_dir
+    path = given or find_latest_checkpoint(output_dir, kind="training")
+    stored = Path(path, "run", "config.json") if path is not None else None
+    changed = []
+    if stored is not None and stored.is_file():
+        saved = json.loads(stored.read_text(encoding="utf-8"))
+        changed = [
+            f"{item.key} was {item.saved!r} and is now {item.current!r}"
+            for item in compare_configs(saved, resolved_config(run_config), ())
+            if item.key.startswith("model.")
+        ]
+    what = "; ".join(changed) or "its class or its code has changed"
+    return [
+        f"model: not the one of the checkpoint to go on from ({what}); take the change back, or "
+        f"choose another args.output_dir (now {str(output_dir)!r})",
+        *str(error).splitlines(),
+    ]
+
+
+def summarise(trainer: Any, output: Any) -> dict[str, Any]:
+    """The result by name, for programs."""
+    from headway.checkpoint import find_latest_checkpoint
+
+    output_dir = trainer.args.output_dir
+    checkpoint = find_latest_checkpoint(output_dir, kind="training")
+    return {
+        "output_dir": str(output_dir),
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "steps": output.global_step,
+        "loss": output.training_loss,
+        "interrupted_by": output.interrupted_by,
+        "metrics": output.metrics,
+    }
 
 
 def exit_code(output: Any) -> int:

@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from headway.config import pending, rules
+from headway.config.secrets import names_secret
 from headway.config.typecheck import Problem, conform_fields, field_types, unknown_keys
 from headway.errors import ConfigError
 
 _LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "error")
 _LOWER_IS_BETTER_WORDS = {"ppl", "bpb", "wer", "cer"}
-_SECRET = re.compile(r"(^|_)(token|key|secret|password)$")
 
 
 class Arguments:
@@ -60,7 +60,8 @@ class Arguments:
                 value = dataclasses.asdict(value)
             elif not isinstance(value, bool | int | float | str | list | dict | None):
                 value = str(value)
-            plain[name] = f"<{name.upper()}>" if _SECRET.search(name) and value else value
+            hidden = isinstance(value, str) and value and names_secret(name)
+            plain[name] = f"<{name.upper()}>" if hidden else value
         return plain
 
     def to_json_string(self) -> str:

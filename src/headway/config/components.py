@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import inspect
 import re
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,10 @@ from headway.config.rules_values import DTYPES
 from headway.config.schema import Component
 from headway.config.typecheck import Problem, conform, describe, field_types, members
 from headway.errors import ConfigError, nearest, unknown
+
+
+class BuildError(ConfigError):
+    """A class or function that a run file names could not be called with what it gives."""
 
 
 def check_component(component: Component, slot: str, where: str) -> None:
@@ -72,10 +77,23 @@ def instantiate(component: Component, slot: str, **given: Any) -> Any:
     if built_from:
         return target(signature.target(**values))
     try:
-        inspect.signature(target).bind(**values)
-    except TypeError as error:
-        raise ConfigError(f"{component.class_path}: {error}") from error
-    return target(**values)
+        return target(**values)
+    except (ConfigError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which need not be imported
+            raise
+        raise BuildError(f"{component.class_path}: {_explain(error)}") from error
+
+
+def _explain(error: Exception) -> str:
+    """A constructor's own words, and where they come from unless they speak of its arguments."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    if isinstance(error, TypeError | ValueError) or not frames:
+        return message
+    own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    return f"{type(error).__name__} at {own[-1].filename}:{own[-1].lineno}: {message}"
 
 
 def load_target(dotted: str, slot: str) -> Callable[..., Any]:

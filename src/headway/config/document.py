@@ -45,6 +45,13 @@ class Node:
             return item if isinstance(item, Node) else None
         return None
 
+    def find(self, dotted: str) -> Node | None:
+        """The node under a dotted path; None where it was not written."""
+        node: Node | None = self
+        for key in dotted.split("."):
+            node = node.child(key) if node else None
+        return node
+
     def locate(self, dotted: str) -> str | None:
         """Where the value under a dotted path, or its nearest written ancestor, stands."""
         node = self

@@ -14,7 +14,9 @@ from typing import Any
 
 from headway import args as argument_module
 from headway.config import schema
+from headway.config.components import load_target
 from headway.config.pending import PENDING
+from headway.config.registry import BUILT_FROM, DEFAULT_MODEL, resolve_name
 from headway.config.rules import Rule, defaults, rules_of
 from headway.config.typecheck import describe, field_types
 from headway.errors import ConfigError, nearest
@@ -132,10 +134,21 @@ def run_keys() -> dict[str, OptionFacts]:
     return table
 
 
+@functools.cache
+def model_keys() -> dict[str, OptionFacts]:
+    """Every key under `model` when no class is named: the sizes of the reference decoder."""
+    # By its dotted path, as a run file's class is: this package comes before the models.
+    cls: Any = load_target(BUILT_FROM[resolve_name(DEFAULT_MODEL, "model")], "model")
+    return {
+        f"model.{name}": _facts(cls, name, f"model.{name}", (cls.__name__,))
+        for name in own_fields(cls)
+    }
+
+
 def find_option(name: str) -> OptionFacts:
     """The facts on an option or run-file key, with or without `args.` before it."""
-    known = {**all_options(), **run_keys()}
-    wanted = name.removeprefix("--").removeprefix("args.")
+    known = {**all_options(), **run_keys(), **model_keys()}
+    wanted = name.removeprefix("--").removeprefix("args.").replace("model.init_args.", "model.")
     if wanted == "":
         wanted = "args"
     if wanted in known:

@@ -21,6 +21,7 @@ from headway.errors import ConfigError, nearest, unknown
 
 _COMPONENT_KEYS = ("class_path", "init_args")
 _MOST_FILES = 64
+COMMAND_LINE = "command line"
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -36,11 +37,29 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return run
 
 
+def locate_key(path: str | Path, overrides: Sequence[str], key: str) -> str | None:
+    """Where a run has its dotted key, or the nearest one above it: file and line."""
+    root = _Files().read(Path(path), [])
+    _apply_overrides(root, overrides)
+    return root.locate(key)
+
+
 def _tell(root: Node, problem: Problem) -> str:
-    places = [place for option in problem.options if (place := root.locate(option))]
-    where = places[0] if places else root.where.rsplit(":", 1)[0]
-    key = problem.options[0] if problem.options else ""
-    return f"{where}: {key}: {problem.message}" if key else f"{where}: {problem.message}"
+    """The problem with its place: that of an option which was given, best on the command line."""
+    given = [
+        (node.where, option)
+        for option in problem.options
+        if (node := root.find(option)) is not None
+    ]
+    given.sort(key=lambda place: place[0] != COMMAND_LINE)
+    where, key = given[0] if given else (None, next(iter(problem.options), ""))
+    if where is None:
+        where = root.locate(key) or root.where.rsplit(":", 1)[0]
+    if not key:
+        return f"{where}: {problem.message}"
+    # Most messages open with their option, which the place already names.
+    message = problem.message.removeprefix(f"{key} ")
+    return f"{where}: {key}: {message.removeprefix(key.removeprefix('args.') + ' ')}"
 
 
 @dataclass
@@ -82,12 +101,12 @@ def _apply_overrides(root: Node, overrides: Sequence[str]) -> list[str]:
     for given in overrides:
         text = given.removeprefix("--")
         key, equals, value = text.partition("=")
-        where = f"command line: --{key}"
+        where = f"{COMMAND_LINE}: --{key}"
         if not equals or not key:
             problems.append(f"command line: {given}: an override looks like --args.max_steps=100")
             continue
         try:
-            node = read_text(value, where, where="command line")
+            node = read_text(value, where, where=COMMAND_LINE)
             _set(root, key.split("."), node)
         except ConfigError as error:
             problems += [f"{where}: {message}" for message in error.problems]
@@ -173,7 +192,7 @@ class _Reader:
     def read_plain(self, key: str, annotation: Any) -> Any:
         node = self.root.value[key]
         value, problems = conform(node.plain(), annotation, key)
-        self.problems += [Problem(found.options, _short(found)) for found in problems]
+        self.problems += problems
         return value
 
     def read_trainer(self) -> str:
@@ -197,7 +216,7 @@ class _Reader:
         instance, problems = arguments.collect(ARGUMENT_CLASSES[trainer], given)
         for problem in problems:
             options = tuple(f"args.{option}" for option in problem.options) or ("args",)
-            self.problems.append(Problem(options, _short(problem)))
+            self.problems.append(Problem(options, problem.message))
         return instance
 
     def read_model(self) -> Component | None:
@@ -302,12 +321,6 @@ class _Reader:
         component = Component(value["class_path"], init_args or {})
         self.problems += components.find_problems(component, slot, key)
         return component
-
-
-def _short(problem: Problem) -> str:
-    """The message without the option it opens with, which the place already names."""
-    first = problem.options[0] if problem.options else ""
-    return problem.message.removeprefix(f"{first} ") if first else problem.message
 
 
 def _unknown_key(key: str, allowed: list[str]) -> str:

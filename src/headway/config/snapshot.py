@@ -24,10 +24,9 @@ from typing import Any
 
 from headway import __version__
 from headway.config.schema import Component, RunConfig
+from headway.config.secrets import names_secret
 
 _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "tokenizers", "datasets")
-_SECRET = re.compile(r"(?i)(^|[_.\-])(api_?)?(token|key|secret|password|passwd|credential)s?$")
-_SPECIAL_TOKEN = re.compile(r"(?i)(bos|eos|pad|unk|sep|cls|mask|begin|end)_token$")
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _HIDDEN = "<redacted>"
 _TIMEOUT_S = 5
@@ -75,7 +74,7 @@ def redact(value: Any, key: str = "") -> Any:
     if isinstance(value, list):
         return [redact(item, key) for item in value]
     if isinstance(value, str) and value:
-        if _SECRET.search(key) and not _SPECIAL_TOKEN.search(key):
+        if names_secret(key):
             return _HIDDEN
         return _URL_LOGIN.sub("***", value)
     return value

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 import math
 import numbers
 import os
+import sys
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from headway.config.duration import Duration
 from headway.errors import nearest, unknown
@@ -35,9 +37,26 @@ _FIELD_TYPES: dict[type, dict[str, Any]] = {}
 def field_types(cls: type) -> dict[str, Any]:
     """The resolved annotation of every dataclass field of `cls`, in order."""
     if cls not in _FIELD_TYPES:
-        hints = typing.get_type_hints(cls)
-        _FIELD_TYPES[cls] = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+        names = [field.name for field in dataclasses.fields(cls)]
+        try:
+            hints = typing.get_type_hints(cls)
+        except Exception:
+            # Another library's class may name what only its author's type checker imports.
+            hints = {name: _single_hint(cls, name) for name in names}
+        _FIELD_TYPES[cls] = {name: hints[name] for name in names}
     return _FIELD_TYPES[cls]
+
+
+def _single_hint(cls: type, name: str) -> Any:
+    for owner in cls.__mro__:
+        written = inspect.get_annotations(owner)
+        if name in written:
+            holder = types.SimpleNamespace(__annotations__={name: written[name]})
+            try:
+                return typing.get_type_hints(holder, vars(sys.modules[owner.__module__]))[name]
+            except Exception:
+                break
+    return Any
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
@@ -60,6 +79,8 @@ def describe(annotation: Any) -> str:
             words.append(f"list of {describe(inner[0])}")
         elif origin is dict:
             words.append("mapping")
+        elif origin is Literal:
+            words.append(" or ".join(map(repr, inner)))
         elif dataclasses.is_dataclass(member):
             words.append(f"mapping ({getattr(member, '__name__', member)})")
         else:
@@ -145,7 +166,12 @@ def _fit(value: Any, member: Any) -> tuple[bool, Any]:
         return isinstance(value, list | tuple) and all(_fit(i, inner[0])[0] for i in items), items
     if origin is dict:
         return isinstance(value, Mapping), value
-    return isinstance(value, member), value
+    if origin is Literal:
+        return value in inner, value
+    try:
+        return isinstance(value, member), value
+    except TypeError:  # another library's annotation; it has checks of its own
+        return True, value
 
 
 def _show(value: Any) -> str:

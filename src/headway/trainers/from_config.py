@@ -22,6 +22,7 @@ from headway.errors import ConfigError
 from headway.models.hf import read_hf_config
 from headway.models.hf_config import from_hf_config, is_supported_family
 from headway.optim.build import build_optimizer
+from headway.trainers.model import construct
 from headway.trainers.trainer import Trainer
 
 _PRETRAINED = ("pretrained", "headway.models.load_causal_lm")
@@ -51,7 +52,15 @@ def build_trainer(run: RunConfig) -> Trainer:
 def _factory(component: Component | None, slot: str, given: str) -> Callable[[Any], Any] | None:
     if component is None:
         return None
-    return lambda value: instantiate(component, slot, **{given: value})
+    return lambda value: _build(component, slot, slot, **{given: value})
+
+
+def _build(component: Component, slot: str, key: str, **given: Any) -> Any:
+    """Build a component; what goes wrong is told under its key in the run file."""
+    try:
+        return instantiate(component, slot, **given)
+    except ConfigError as error:
+        raise type(error)([f"{key}: {problem}" for problem in error.problems]) from error
 
 
 def build_optimizer_and_scheduler(run: RunConfig, model: nn.Module) -> tuple[Optimizer, Any]:
@@ -97,15 +106,10 @@ def build_datasets(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[Any, An
             f"args.eval_on_save={run.args.eval_on_save} ask for evaluations"
         )
     given = {} if tokenizer is None else {"tokenizer": tokenizer}
-    train = _build_data(run.data.train, "data.train", given)
-    return train, None if run.data.eval is None else _build_data(run.data.eval, "data.eval", given)
-
-
-def _build_data(component: Component, key: str, given: dict[str, Any]) -> Any:
-    try:
-        return instantiate(component, "data", **given)
-    except ConfigError as error:
-        raise ConfigError([f"{key}: {problem}" for problem in error.problems]) from error
+    train = _build(run.data.train, "data", "data.train", **given)
+    if run.data.eval is None:
+        return train, None
+    return train, _build(run.data.eval, "data", "data.eval", **given)
 
 
 def build_collator(
@@ -116,7 +120,9 @@ def build_collator(
         return None
     pad = getattr(tokenizer, "pad_token_id", None)
     given = {} if pad is None else {"pad_token_id": pad}
-    collator: Callable[[list[Any]], Any] = instantiate(run.data.collator, "collator", **given)
+    collator: Callable[[list[Any]], Any] = _build(
+        run.data.collator, "collator", "data.collator", **given
+    )
     return collator
 
 
@@ -124,18 +130,21 @@ def build_callbacks(run: RunConfig) -> list[Any] | dict[str, Any]:
     """The run's callbacks, by name where it names them."""
     if isinstance(run.callbacks, dict):
         return {
-            name: instantiate(component, "callbacks")
+            name: _build(component, "callbacks", f"callbacks.{name}")
             for name, component in run.callbacks.items()
             if component is not None
         }
-    return [instantiate(component, "callbacks") for component in run.callbacks]
+    return [
+        _build(component, "callbacks", f"callbacks.{number}")
+        for number, component in enumerate(run.callbacks)
+    ]
 
 
 def build_model_init(run: RunConfig) -> Callable[[], nn.Module]:
     """What makes the run's model when called."""
 
     def model_init() -> nn.Module:
-        model = instantiate(run.model, "model")
+        model = _build(run.model, "model", "model")
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"model.class_path: {run.model.class_path} makes a {type(model).__name__}, "
@@ -146,18 +155,26 @@ def build_model_init(run: RunConfig) -> Callable[[], nn.Module]:
     return model_init
 
 
-def build_meta_model(run: RunConfig) -> nn.Module:
-    """The run's model with all its shapes and no memory for its weights."""
-    before = torch.get_default_dtype()
-    if run.args.default_dtype is not None:
-        torch.set_default_dtype(getattr(torch, run.args.default_dtype))
+def build_model_to_look_at(run: RunConfig) -> tuple[nn.Module, str | None]:
+    """The run's model with all its shapes and, where it can be, no memory for its weights.
+
+    A model whose construction needs values (a `.item()` in its `__init__`) cannot be built on the
+    meta device; it is built on the CPU, and the second value says why.
+    """
+
+    def build() -> nn.Module:
+        if run.model.class_path in _PRETRAINED:
+            return _meta_pretrained(run.model.init_args)
+        return build_model_init(run)()
+
     try:
         with torch.device("meta"):
-            if run.model.class_path in _PRETRAINED:
-                return _meta_pretrained(run.model.init_args)
-            return build_model_init(run)()
-    finally:
-        torch.set_default_dtype(before)
+            return construct(build, run.args.default_dtype), None
+    except Exception as error:
+        if isinstance(error, OSError) or type(error) is ConfigError:
+            raise
+        reason = str(error)
+    return construct(build, run.args.default_dtype), reason
 
 
 def _meta_pretrained(init_args: dict[str, Any]) -> nn.Module:

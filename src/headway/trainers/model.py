@@ -33,7 +33,7 @@ def build_model(
     """The given model, or one made by `model_init` under `default_dtype`."""
     if model is None:
         assert model_init is not None, "checked by the trainer"
-        model = _construct(model_init, args.default_dtype)
+        model = construct(model_init, args.default_dtype)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if any(p.is_meta for p in model.parameters()):
@@ -46,7 +46,8 @@ def build_model(
     return model
 
 
-def _construct(model_init: Callable[[], nn.Module], dtype: str | None) -> nn.Module:
+def construct(model_init: Callable[[], nn.Module], dtype: str | None) -> nn.Module:
+    """Make a model while `dtype` is torch's default floating-point type."""
     if dtype is None:
         return model_init()
     before = torch.get_default_dtype()

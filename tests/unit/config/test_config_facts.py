@@ -35,6 +35,8 @@ def run_verb(verb, *words):
         ("dispatch_batches", ["DDPTrainingArguments, FSDP2TrainingArguments"]),
         ("data.train", ["DataConfig"]),
         ("model", ["(required)"]),
+        ("model.num_layers", ["decoder blocks", "type     int", "DecoderConfig"]),
+        ("model.init_args.num_kv_heads", ["int or None", "default  None", "grouped-query"]),
     ],
 )
 def test_explain(capsys, option, parts):
@@ -103,6 +105,11 @@ def test_git_state(tmp_path):
     (tmp_path / "file").write_text("2")
     state = git_state(tmp_path)
     assert state["dirty"] is True and len(state["commit"]) == 40
+
+
+def test_arguments_hide_secrets_and_nothing_else():
+    args = TrainingArguments(global_batch_tokens=512, run_name="a")
+    assert args.to_dict()["global_batch_tokens"] == 512
 
 
 def test_redaction():
