@@ -172,9 +172,9 @@ RUN_FILES = [
     Case(
         "vocabulary too small",
         model(vocab_size=100),
-        ("token id 257", "vocab_size >= 258"),
+        ("run.yaml:1: data.train: ", "token id 257", "vocab_size >= 258"),
     ),
-    Case("sequence too long", model(max_seq_len=8), ("16", "8")),
+    Case("sequence too long", model(max_seq_len=8), ("data.train: ", "16", "8")),
     Case("output below a file", args(output_dir="run.yaml/out"), ("output_dir", "run.yaml")),
     Case("checkpoint that is not there", words=("--resume", "no-such"), says=("no-such",)),
     # YAML and files.
@@ -189,6 +189,17 @@ RUN_FILES = [
     Case("extends nothing", text="extends: base.yaml\n", says=("run.yaml:1", "base.yaml")),
     # Overrides.
     Case("override of nothing", words=("--args.max_step=3",), says=("max_step", "max_steps")),
+    Case(
+        "overrides that exclude each other",
+        words=("--args.global_batch_tokens=512", "--args.gradient_accumulation_steps=2"),
+        says=("error: command line: args.global_batch_tokens: ", "give one of them"),
+    ),
+    Case(
+        "override against the file",
+        args(global_batch_size=7),
+        ("error: command line: args.per_device_train_batch_size: global_batch_size must be",),
+        words=("--args.per_device_train_batch_size=2",),
+    ),
     Case("override without a value", words=("--args.max_steps",), says=("--args.max_steps",)),
     Case("override that is not YAML", words=("--args.run_name={a",), says=("--args.run_name",)),
     Case("unknown switch", words=("--resum",), says=("--resum", "did you mean --resume")),
@@ -347,6 +358,21 @@ def test_a_damaged_token_file_is_found_by_its_digest(
     (place / "flip.hwt").write_bytes(raw)
     assert main(["data", "inspect", "flip.hwt", "--verify"]) == 2
     assert "flip.hwt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["train", "check"])
+def test_a_damaged_token_file_is_not_trained_on(
+    verb: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = bytearray((place / "good.hwt").read_bytes())
+    raw[4096] ^= 1
+    (place / "flip.hwt").write_bytes(raw)
+    write_run(Case("", train("TokenDataset", paths="flip.hwt", sequence_length=4)), place)
+    before = sorted(place.rglob("*"))
+    code = main([verb, "run.yaml"])
+    captured = capsys.readouterr()
+    check_message(code, captured.out, captured.err, ("data.train", "flip.hwt", "digest"))
+    assert sorted(place.rglob("*")) == before
 
 
 @pytest.mark.parametrize("words", [["explain", "max_stepz"], ["trian"], ["train", "no.yaml"]])

@@ -25,6 +25,8 @@ from headway.errors import ConfigError
 
 IGNORED_LABEL = -100
 PADDING_DOCUMENT = -1
+# A damaged file trains without a word. Reading this much takes a second at most.
+_MOST_VERIFIED_BYTES = 1 << 30
 
 Ids = npt.NDArray[np.int64]
 Sample = dict[str, npt.NDArray[Any]]
@@ -182,6 +184,8 @@ class TokenDataset(_PackedDataset):
     `mask_documents` adds `document_ids` and `position_ids` that restart with every document.
     `loss_mask` is a list of token ids without loss, or a function from ids to "has loss".
     `index_dir` holds the pack indexes if they cannot stand beside the token files.
+    `verify` reads the files when they are opened and compares their digests: always (True), never
+    (False), or those of at most 1 GiB (None).
     """
 
     def __init__(
@@ -196,6 +200,7 @@ class TokenDataset(_PackedDataset):
         drop_remainder: bool = False,
         pad_token_id: int = 0,
         index_dir: PathLike | None = None,
+        verify: bool | None = None,
     ) -> None:
         super().__init__(
             sequence_length,
@@ -211,6 +216,9 @@ class TokenDataset(_PackedDataset):
         self.drop_remainder = drop_remainder
         self.index_dir = index_dir
         self.files = [TokenFile(path) for path in given]
+        for file in self.files:
+            if verify or (verify is None and file.num_bytes <= _MOST_VERIFIED_BYTES):
+                file.verify()
         self._open_sources()
         if len(self) == 0:
             raise ConfigError(

@@ -122,6 +122,8 @@ class SampleStream:
         if stored is None and self._position:
             skipped = self._position
             _warn_replay(skipped, "samples")
+        elif stored is not None:
+            _warn_shuffle_buffer(self.dataset)
         reader = _Reader(
             self.dataset,
             self._collate,
@@ -198,6 +200,7 @@ class BatchStream:
         self._generators = self._get_generators()
         stored = state.get("loader") if self.has_state else None
         if stored is not None:
+            _warn_shuffle_buffer(getattr(self.dataset, "dataset", None))
             self.dataset.load_state_dict(decode(stored))
             self._batches = iter(self.dataset)
             return
@@ -279,3 +282,21 @@ def _warn_replay(count: int, what: str) -> None:
         count,
         what,
     )
+
+
+def _warn_shuffle_buffer(dataset: Any) -> None:
+    """Say that a Hugging Face stream shuffled through a buffer does not go on exactly."""
+    pending = [getattr(dataset, "_ex_iterable", None)]
+    while pending:
+        stage = pending.pop()
+        if type(stage).__name__.startswith("BufferShuffled"):
+            logger.warning(
+                "the data resumes only approximately: a shuffle buffer of %s samples is not part "
+                "of the dataset's state and is filled anew, so samples that waited in it are not "
+                "seen, and the order is another one. A map-style dataset resumes exactly.",
+                getattr(stage, "buffer_size", "unknown"),
+            )
+            return
+        pending += getattr(stage, "ex_iterables", None) or []
+        inner = getattr(stage, "ex_iterable", None)
+        pending += [] if inner is None else [inner]

@@ -204,6 +204,11 @@ class TokenFile:
         self._mapped = mapped
 
     @property
+    def num_bytes(self) -> int:
+        """The size of tokens and document offsets."""
+        return int(self.tokens.nbytes + self.document_offsets.nbytes)
+
+    @property
     def digest(self) -> str:
         """Identifies tokens and document boundaries, from the header alone."""
         digests = self.header["digests"]

@@ -177,3 +177,17 @@ def test_synthetic_is_a_function_of_the_index():
     assert far.min() >= 0 and far.max() < 50 and len(data) == 10**12
     with pytest.raises(ConfigError, match="vocab_size"):
         SyntheticDataset(10, 16, 0)
+
+
+def test_a_changed_token_is_refused_unless_it_is_not_looked_for(path, monkeypatch):
+    raw = bytearray(path.read_bytes())
+    raw[4096] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(ConfigError, match="digest of its tokens") as caught:
+        TokenDataset(path, 4)
+    assert str(path) in str(caught.value)
+    assert len(TokenDataset(path, 4, verify=False)) == 3
+    monkeypatch.setattr("headway.data.datasets._MOST_VERIFIED_BYTES", 8)
+    assert len(TokenDataset(path, 4)) == 3  # too large to be read at every start
+    with pytest.raises(ConfigError, match="digest of its tokens"):
+        TokenDataset(path, 4, verify=True)

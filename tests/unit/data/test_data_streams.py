@@ -123,6 +123,22 @@ def test_hugging_face_stream():
         assert [n for batch in values(loader.windows()) for n in batch] == list(range(20))
 
 
+@pytest.mark.parametrize("buffered", [False, True])
+def test_a_shuffle_buffer_is_announced_as_approximate(buffered, caplog):
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"x": list(range(20))}).to_iterable_dataset()
+    if buffered:
+        data = data.shuffle(seed=1, buffer_size=4).map(dict)
+    loader = WindowLoader(data, batch_size=2)
+    next(loader.windows())
+    state = json.loads(json.dumps(loader.state_dict()))
+    again = WindowLoader(data, batch_size=2)
+    again.load_state_dict(state)
+    with caplog.at_level(logging.WARNING, logger="headway"):
+        next(again.windows())
+    assert ("shuffle buffer of 4 samples" in caplog.text) is buffered
+
+
 def test_ranks_share_a_stream_in_order():
     loaders = [WindowLoader(Plain(19), batch_size=2, rank=r, world_size=3) for r in range(3)]
     steps = list(zip(*(loader.windows() for loader in loaders), strict=True))
