@@ -140,7 +140,7 @@ class Storage:
         try:
             with os.scandir(self.root) as entries:
                 return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
 

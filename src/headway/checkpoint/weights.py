@@ -136,7 +136,9 @@ def _open(path: Path, meta: CheckpointMeta, index: Mapping[str, Any]) -> Weights
 
 def _check_index(path: Path, index: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
     try:
-        weight_map = dict(index["weight_map"])
+        weight_map = index["weight_map"]
+        if not isinstance(weight_map, Mapping):
+            raise TypeError(f"weight_map is a {type(weight_map).__name__}")
         metadata = index.get("metadata") or {}
         aliases = dict(metadata.get("headway_aliases") or {})
         for group in metadata.get("param_sharing") or []:
@@ -146,7 +148,7 @@ def _check_index(path: Path, index: Mapping[str, Any]) -> tuple[dict[str, str], 
             check_name(name)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is not a valid index: {error!r}") from error
-    return weight_map, {a: n for a, n in aliases.items() if a not in weight_map}
+    return dict(weight_map), {a: n for a, n in aliases.items() if a not in weight_map}
 
 
 def _read_safe(path: Path, names: Collection[str]) -> Tensors:

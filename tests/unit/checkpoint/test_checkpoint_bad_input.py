@@ -1,0 +1,381 @@
+"""Bad input, case by case: an error that names the file, and nothing changed on disk."""
+
+import hashlib
+import json
+import os
+import struct
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from headway.checkpoint import (
+    CheckpointContents,
+    CheckpointError,
+    CheckpointManager,
+    TrainState,
+    find_latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    validate_checkpoint,
+    verify,
+)
+from headway.checkpoint.digest import digest_bytes
+from headway.cli.main import main
+from headway.errors import ConfigError
+
+MANIFEST = "checkpoint_manifest.json"
+INDEX = "model.safetensors.index.json"
+SHARD = "model-00001-of-00001.safetensors"
+
+
+class Small(nn.Module):
+    def __init__(self, width=3, extra=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(width, width)
+        if extra:
+            self.b = nn.Linear(1, 1)
+
+
+def contents(model=None):
+    model = model or Small()
+    optimizer = torch.optim.AdamW(model.parameters())
+    return CheckpointContents(model=model, optimizer=optimizer, trainer_state={"global_step": 1})
+
+
+def tree(folder):
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        status = path.lstat()
+        if path.is_symlink():
+            found[name] = os.readlink(path)
+        elif path.is_file():
+            found[name] = (hashlib.sha256(path.read_bytes()).hexdigest(), status.st_mtime_ns)
+        else:
+            found[name] = status.st_mtime_ns
+    return found
+
+
+@pytest.fixture
+def good(tmp_path):
+    """A committed checkpoint in a run directory."""
+    return CheckpointManager(tmp_path / "run").save(contents(), 1)
+
+
+# -- damage to a committed checkpoint ---------------------------------------------------------
+
+
+def resign(path, **changes):
+    """Change the manifest and give it the digest that fits, as somebody hostile would."""
+    fields = json.loads((path / MANIFEST).read_text())
+    del fields["digest"]
+    fields.update(changes)
+    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    fields["digest"] = digest_bytes(canonical, "xxh3_128")
+    (path / MANIFEST).write_text(json.dumps(fields))
+
+
+def link_out(path, name):
+    outside = path.parent.parent / "outside"
+    outside.mkdir(exist_ok=True)
+    target = outside / Path(name).name
+    (path / name).rename(target)
+    (path / name).symlink_to(target)
+
+
+def nested(depth):
+    return "[" * depth + "]" * depth
+
+
+DAMAGE = {
+    "no manifest": (lambda p: (p / MANIFEST).unlink(), MANIFEST),
+    "half a manifest": (
+        lambda p: (p / MANIFEST).write_bytes((p / MANIFEST).read_bytes()[:200]),
+        MANIFEST,
+    ),
+    "empty manifest": (lambda p: (p / MANIFEST).write_text(""), MANIFEST),
+    "manifest is a list": (lambda p: (p / MANIFEST).write_text("[]"), MANIFEST),
+    "manifest nested deeply": (lambda p: (p / MANIFEST).write_text(nested(100_000)), MANIFEST),
+    "manifest with a huge number": (
+        lambda p: (p / MANIFEST).write_text('{"step": ' + "9" * 100_000 + "}"),
+        MANIFEST,
+    ),
+    "later format version": (lambda p: resign(p, format_version=2), "format version 2"),
+    "unknown kind": (lambda p: resign(p, kind="other"), "unknown kind"),
+    "unknown field": (lambda p: resign(p, more=1), "more"),
+    "wrong type": (lambda p: resign(p, files=[]), "files is a list"),
+    "file outside": (
+        lambda p: resign(p, files={"../x": {"size": 1, "digest": "0"}}),
+        "'../x'",
+    ),
+    "absolute file": (
+        lambda p: resign(p, files={"/etc/passwd": {"size": 1, "digest": "0"}}),
+        "/etc/passwd",
+    ),
+    "unknown digest": (lambda p: resign(p, digest_algorithm="crc"), MANIFEST),
+    "changed manifest": (
+        lambda p: (p / MANIFEST).write_text(
+            (p / MANIFEST).read_text().replace('"step": 1', '"step": 2')
+        ),
+        MANIFEST,
+    ),
+    "manifest linked out": (lambda p: link_out(p, MANIFEST), MANIFEST),
+    "no shard": (lambda p: (p / SHARD).unlink(), SHARD),
+    "half a shard": (
+        lambda p: (p / SHARD).write_bytes((p / SHARD).read_bytes()[:100]),
+        SHARD,
+    ),
+    "shard linked out": (lambda p: link_out(p, SHARD), SHARD),
+    "folder linked out": (lambda p: link_out(p, "state"), "state/"),
+    "shard is a folder": (lambda p: ((p / SHARD).unlink(), (p / SHARD).mkdir()), SHARD),
+    "index nested deeply": (lambda p: (p / INDEX).write_text(nested(100_000)), INDEX),
+}
+
+
+def attempts(path, model):
+    """Every way to use a checkpoint for training or as weights."""
+    run = path.parent
+    yield lambda: load_checkpoint(path, model)
+    yield lambda: load_checkpoint(path)
+    yield lambda: load_checkpoint(
+        checkpoint_dir=path, model=model, optimizer=torch.optim.AdamW(model.parameters())
+    )
+    yield lambda: CheckpointManager(run).load(contents(model), path)
+    yield lambda: CheckpointManager(run).resolve(path)
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_checkpoint_is_refused_by_name(case, good, tmp_path, capsys):
+    damage, says = DAMAGE[case]
+    damage(good)
+    before = tree(tmp_path)
+    model = Small()
+    values = [p.clone() for p in model.parameters()]
+    only_state = says == "state/"  # the weights alone are intact then
+    for number, attempt in enumerate(attempts(good, model)):
+        if only_state and number < 2:
+            attempt()
+            continue
+        with pytest.raises((CheckpointError, ConfigError)) as caught:
+            attempt()
+        assert says in str(caught.value), f"attempt {number}: {caught.value}"
+    assert any(says in problem for problem in verify(good))
+    assert not validate_checkpoint(good)
+    assert CheckpointManager(good.parent).resolve(True) is None
+    for words in (
+        ["checkpoint", "verify", str(good)],
+        ["checkpoint", "modify", str(good), "--set", "lr=1.0"],
+        ["finalize", str(good), str(tmp_path / "new"), "--keep-optimizer"],
+    ):
+        capsys.readouterr()
+        assert main(words) == 1, words
+        captured = capsys.readouterr()
+        assert says in captured.out + captured.err and "Traceback" not in captured.err
+    assert all(torch.equal(a, b) for a, b in zip(values, model.parameters()))
+    assert tree(tmp_path) == before
+
+
+def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "notes.txt").write_text("x")
+    (tmp_path / "file").write_text("x")
+    before = tree(tmp_path)
+    for name in ("empty", "texts", "file", "absent"):
+        path = tmp_path / name
+        for attempt in attempts(path, Small()):
+            with pytest.raises((CheckpointError, ConfigError, FileNotFoundError), match=str(path)):
+                attempt()
+        assert not validate_checkpoint(path) and find_latest_checkpoint(path) is None
+        for action in ("inspect", "components", "verify"):
+            assert main(["checkpoint", action, str(path)]) in (1, 2)
+            captured = capsys.readouterr()
+            assert name in captured.out + captured.err and "Traceback" not in captured.err
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (lambda: nn.Sequential(nn.Linear(3, 3)), "missing in it: 0.bias"),
+        (lambda: Small(extra=True), "missing in it: b.bias"),
+        (lambda: nn.Linear(3, 3), "not in the model: a.bias"),
+        (lambda: Small(width=4), "a.weight is [3, 3] there, [4, 4] here"),
+    ],
+)
+def test_another_models_checkpoint_is_refused_by_tensor(model, says, good, tmp_path):
+    before = tree(tmp_path)
+    for attempt in range(3):
+        other = model()
+        values = [p.clone() for p in other.parameters()]
+        optimizer = torch.optim.AdamW(other.parameters())
+        with pytest.raises(CheckpointError) as caught:
+            [
+                lambda other=other: load_checkpoint(good, other),
+                lambda other=other, optimizer=optimizer: load_checkpoint(
+                    checkpoint_dir=good, model=other, optimizer=optimizer
+                ),
+                lambda other=other: CheckpointManager(good.parent).load_model(other, good),
+            ][attempt]()
+        assert says in str(caught.value) and str(good / INDEX) in str(caught.value)
+        assert all(torch.equal(a, b) for a, b in zip(values, other.parameters()))
+        assert not optimizer.state
+    assert tree(tmp_path) == before
+
+
+# -- hostile files without a manifest ---------------------------------------------------------
+
+
+def safetensors_file(header, data=b"\0" * 64, length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(start=0, end=16, shape=(4,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+
+
+HEADERS = {
+    "longer than the file": safetensors_file({}, length=2**20),
+    "absurdly long": safetensors_file({}, length=2**63),
+    "length beyond 64 bits' sign": safetensors_file({}, length=2**64 - 1),
+    "not JSON": safetensors_file(b"{" * 8),
+    "nested deeply": safetensors_file(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    "a list": safetensors_file([]),
+    "overlapping": safetensors_file({"a": entry(0, 16), "b": entry(8, 24)}, b"\0" * 24),
+    "a gap": safetensors_file({"a": entry(0, 16), "b": entry(32, 48)}, b"\0" * 48),
+    "negative": safetensors_file({"a": entry(-16, 0)}, b"\0" * 16),
+    "backwards": safetensors_file({"a": entry(16, 0)}, b"\0" * 16),
+    "beyond the end": safetensors_file({"a": entry(0, 2**40, (2**38,))}),
+    "size and shape differ": safetensors_file({"a": entry(0, 16, (5,))}, b"\0" * 16),
+    "shape overflows": safetensors_file({"a": entry(0, 16, (2**62, 2**62))}, b"\0" * 16),
+    "negative shape": safetensors_file({"a": entry(0, 16, (-4,))}, b"\0" * 16),
+    "unknown dtype": safetensors_file({"a": entry(dtype="F9")}, b"\0" * 16),
+    "offsets are texts": safetensors_file(
+        {"a": {"dtype": "F32", "shape": [4], "data_offsets": ["0", "16"]}}, b"\0" * 16
+    ),
+    "empty": b"",
+    "seven bytes": b"\0" * 7,
+    "bytes left over": safetensors_file({"a": entry(0, 16)}, b"\0" * 32),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_hostile_tensor_file_is_refused_by_name(case, tmp_path, capsys):
+    path = tmp_path / "folder" / "model.safetensors"
+    path.parent.mkdir()
+    path.write_bytes(HEADERS[case])
+    before, start = tree(tmp_path), time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path.parent)
+    assert str(path) in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load_checkpoint(path.parent, Small())
+    assert main(["checkpoint", "convert", str(path), str(tmp_path / "new")]) == 1
+    assert "model.safetensors" in capsys.readouterr().err
+    assert time.monotonic() - start < 10
+    assert tree(tmp_path) == before
+
+
+INDEXES = {
+    "not JSON": "{",
+    "a list": "[]",
+    "nested deeply": nested(100_000),
+    "no map": "{}",
+    "map is a list": '{"weight_map": []}',
+    "files are numbers": '{"weight_map": {"a": 5}}',
+    "way out": '{"weight_map": {"a": "../outside.safetensors"}}',
+    "way out, absolute": '{"weight_map": {"a": "/etc/passwd"}}',
+    "file is missing": '{"weight_map": {"a": "absent.safetensors"}}',
+    "metadata is a list": '{"weight_map": {"a": "one.safetensors"}, "metadata": [1]}',
+    "sharing is a number": (
+        '{"weight_map": {"a": "one.safetensors"}, "metadata": {"param_sharing": 5}}'
+    ),
+    "tensor is not in its file": '{"weight_map": {"z": "one.safetensors"}}',
+}
+
+
+@pytest.mark.parametrize("case", INDEXES)
+def test_a_hostile_index_is_refused_by_name(case, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for file in (folder / "one.safetensors", tmp_path / "outside.safetensors"):
+        file.write_bytes(safetensors_file({"a": entry(0, 16)}, b"\0" * 16))
+    (folder / INDEX).write_text(INDEXES[case])
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(folder)
+    names = (INDEX, "outside.safetensors", "/etc/passwd", "absent.safetensors", "one.safetensors")
+    assert any(name in str(caught.value) for name in names), caught.value
+    assert tree(tmp_path) == before
+
+
+# -- places that cannot be written ------------------------------------------------------------
+
+
+def saves(target):
+    model = Small()
+    yield lambda: save_checkpoint(target, model)
+    yield lambda: save_checkpoint(
+        output_dir=target, model=model, optimizer=None, state=TrainState()
+    )
+    yield lambda: CheckpointManager(target).save(contents(), 1)
+
+
+def test_a_place_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    before = tree(tmp_path)
+    for save in saves(tmp_path / "file" / "x"):
+        with pytest.raises((CheckpointError, OSError), match="file"):
+            save()
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("number", [13, 30, 28, 122])
+def test_a_directory_that_cannot_be_written_is_named(number, tmp_path, monkeypatch, capsys):
+    CheckpointManager(tmp_path / "run").save(contents(), 1)
+    source = str(tmp_path / "run")
+    before = tree(tmp_path)
+
+    def refuse(path, *args, **options):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    for save in saves(tmp_path / "x"):
+        with pytest.raises((CheckpointError, OSError), match=str(tmp_path)):
+            save()
+    for words in (
+        ["finalize", source, str(tmp_path / "new")],
+        ["checkpoint", "convert", source, str(tmp_path / "new")],
+        ["checkpoint", "modify", source, "--set", "lr=1.0"],
+    ):
+        assert main(words) == 1
+        assert os.strerror(number) in capsys.readouterr().err
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_directory_is_named(tmp_path):
+    folder = tmp_path / "closed"
+    folder.mkdir(mode=0o500)
+    for save in saves(folder / "x"):
+        with pytest.raises((CheckpointError, OSError), match="closed"):
+            save()
+    assert not list(folder.iterdir())
+
+
+def test_a_link_inside_the_run_does_not_lead_a_save_out(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoint-1").symlink_to(outside)
+    for save in list(saves(tmp_path / "run" / "checkpoint-1"))[:2]:
+        with pytest.raises(ConfigError, match="checkpoint-1"):
+            save()
+    assert not list(outside.iterdir())
+    CheckpointManager(tmp_path / "run").save(contents(), 1)
+    assert not list(outside.iterdir())
