@@ -3,8 +3,11 @@
 import pytest
 import torch
 from checkpoint_faults import make_contents
+from torch import nn
 
-from headway.checkpoint import CheckpointManager
+from headway.checkpoint import CheckpointContents, CheckpointManager
+from headway.checkpoint.ranks import SoloRanks
+from headway.checkpoint.staging import Stager
 
 pytestmark = pytest.mark.gpu
 
@@ -64,3 +67,81 @@ def test_saved_on_a_device_loads_on_the_host_and_back(tmp_path):
     assert {v.device.type for v in back.optimizer.state[back.model.layer.weight].values()} == {
         "cuda"
     }
+
+
+class Large(nn.Module):
+    """Weights that take a while to copy, and a buffer that every forward changes."""
+
+    def __init__(self, num_layers=16, width=2048):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(num_layers))
+        self.register_buffer("count", torch.zeros(4_000_000))
+
+    def forward(self, x):
+        self.count.add_(1)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def large_contents():
+    torch.manual_seed(0)
+    model = Large().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    contents = CheckpointContents(model, optimizer)
+    step(contents)
+    return contents
+
+
+def step(contents, before_apply=lambda: None):
+    x = torch.ones(8, 2048, device="cuda")
+    contents.model(x).square().mean().backward()
+    before_apply()
+    contents.optimizer.step()
+    contents.optimizer.zero_grad()
+
+
+def test_training_goes_on_during_the_copy_and_none_of_it_is_in_the_checkpoint(tmp_path):
+    contents = large_contents()
+    manager = CheckpointManager(tmp_path)
+    manager.reserve(contents)
+    for number in range(3):  # the first warms up, all must be right
+        torch.cuda.synchronize()
+        before = {n: t.clone() for n, t in contents.model.state_dict().items()}
+        moment = contents.optimizer.state[contents.model.layers[3].weight]["exp_avg"].clone()
+        pending = manager.stage(contents, number)
+        for _ in range(2):
+            step(contents, manager.wait_before_update)
+        path = manager.write(pending)
+        again = large_contents()
+        manager.load(again, path)
+        for name, tensor in again.model.state_dict().items():
+            assert torch.equal(tensor, before[name]), name
+        found = again.optimizer.state[again.model.layers[3].weight]["exp_avg"]
+        assert torch.equal(found, moment)
+
+
+def test_host_memory_is_page_locked_and_no_larger_than_the_state():
+    contents = large_contents()
+    stager = Stager(SoloRanks())
+    stager.reserve(contents)
+    reserved = stager.host_bytes
+    staged = stager.stage(contents)
+    staged.wait()
+    slots = [values[name] for values, name in staged.tensor_slots()]
+    size = sum(t.numel() * t.element_size() for t in slots)
+    assert stager.host_bytes == reserved <= 1.05 * size
+    assert slots[0].is_pinned()
+
+
+def test_staging_does_not_wait_for_the_device():
+    contents = large_contents()
+    stager = Stager(SoloRanks())
+    stager.stage(contents).wait()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second of a busy device
+    started = torch.cuda.Event()
+    started.record()
+    stager.stage(contents)
+    assert not started.query(), "the host got here while the device was still busy"
+    torch.cuda.synchronize()
