@@ -22,16 +22,61 @@ args: {output_dir: out, seed: 1, use_cpu: true, max_steps: 1000000, logging_step
        lr_scheduler_type: constant, save_steps: 1000000, per_device_train_batch_size: 2}
 """
 
-# Says that a step is done and waits for the gate to open, so that a signal falls inside the run.
+# Each says where it is and waits for the gate to open, so that a signal falls into that phase.
 HOLD = """\
 import sys
 from headway import TrainerCallback
+from headway.data import SyntheticDataset
+
+def hold():
+    print("holding", file=sys.stderr, flush=True)
+    open("gate").read()
 
 class Hold(TrainerCallback):
     def on_step_end(self, args, state, control):
         if state.global_step == 2:
-            print("holding", file=sys.stderr, flush=True)
-            open("gate").read()
+            hold()
+
+class FirstStep(TrainerCallback):
+    def on_forward_backward_begin(self, state):
+        if state.global_step == 0:
+            hold()
+
+class Start(TrainerCallback):
+    def on_train_begin(self):
+        hold()
+
+class Evaluation(TrainerCallback):
+    batches = 0
+    def on_prediction_step(self, state):
+        self.batches += 1
+        if self.batches == 3:
+            hold()
+    def on_evaluate(self):
+        print("evaluated after", self.batches, file=sys.stderr, flush=True)
+
+class Save(TrainerCallback):
+    held = False
+    def state_dict(self):
+        if not self.held:
+            self.held = True
+            hold()
+        return {}
+    def load_state_dict(self, state):
+        pass
+
+class SlowData(SyntheticDataset):
+    num_read = 0
+    def __getitem__(self, index):
+        SlowData.num_read += 1
+        if SlowData.num_read == 9:
+            hold()
+        return super().__getitem__(index)
+
+class Broken(TrainerCallback):
+    def on_gradients(self, state):
+        if state.global_step == 3:
+            raise RuntimeError("the third step is followed by trouble")
 """
 
 
@@ -46,6 +91,7 @@ def training(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     try:
         yield process
@@ -110,3 +156,84 @@ def test_sigusr1_saves_and_goes_on(tmp_path: Path) -> None:
         process.communicate(timeout=60)
     assert process.returncode == 0
     assert checkpoints(tmp_path) == [2, 4]
+
+
+EVALUATED = ("--args.eval_strategy=steps", "--args.eval_steps=2", "--args.max_eval_steps=1000",
+             "--data.eval.class_path=SyntheticDataset", "--data.eval.init_args.num_samples=100000",
+             "--data.eval.init_args.sequence_length=16",
+             "--data.eval.init_args.vocab_size=258")  # fmt: skip
+PHASES = {
+    # phase: words for the command, steps done when the process holds
+    "start": (("--callbacks=[hold.Start]",), 0),
+    "first step": (("--callbacks=[hold.FirstStep]",), 1),
+    "evaluation": (("--callbacks=[hold.Evaluation]", *EVALUATED), 2),
+    "save": (("--callbacks=[hold.Save]", "--args.save_steps=2"), 3),
+    "data": (("--data.train.class_path=hold.SlowData",), None),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_stop_in_any_phase_saves_at_the_next_boundary(phase: str, tmp_path: Path) -> None:
+    words, step = PHASES[phase]
+    os.mkfifo(tmp_path / "gate")
+    with training(tmp_path, *words) as process:
+        wait_for(process, "holding")
+        process.send_signal(signal.SIGTERM)
+        wait_for(process, "Once more stops at once")
+        (tmp_path / "gate").write_text("open")
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "Traceback" not in err and "evaluated after" not in err
+    found = checkpoints(tmp_path)
+    if step is None:
+        assert len(found) == 1 and found[0] >= 1
+        step = found[0]
+    assert found[-1:] == ([step] if step else [])
+    assert f"stopped at step {step:,} by SIGTERM" in out
+
+
+@pytest.mark.parametrize("phase", ["evaluation", "data"])
+def test_sigusr1_in_any_phase_saves_and_goes_on(phase: str, tmp_path: Path) -> None:
+    words, _ = PHASES[phase]
+    os.mkfifo(tmp_path / "gate")
+    ends = ("--args.stop_at=6", "--args.save_total_limit=null", "--args.max_eval_steps=4")
+    with training(tmp_path, *words, *ends) as process:
+        wait_for(process, "holding")
+        process.send_signal(signal.SIGUSR1)
+        (tmp_path / "gate").write_text("open")
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    asked_for, last = checkpoints(tmp_path)
+    assert last == 6 and asked_for in {"evaluation": {3}, "data": {1, 2, 3, 4, 5}}[phase]
+    if phase == "evaluation":
+        assert "evaluated after 4" in err, "a save request does not cut an evaluation"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_whole_group_does_not_lose_the_loader_s_workers(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    """What a terminal does on Ctrl-C, and a scheduler on cancelling a job."""
+    words = ("--args.dataloader_num_workers=2", "--args.save_total_limit=null")
+    with training(tmp_path, *words) as process:
+        wait_for(process, "step 3/")
+        os.killpg(process.pid, signal.SIGUSR1)
+        wait_for(process, "step 9/")
+        os.killpg(process.pid, number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    asked_for, last = checkpoints(tmp_path)
+    assert asked_for >= 3 and last >= 9 and f"stopped at step {last:,} by {number.name}" in out
+
+
+def test_save_on_error_keeps_the_last_step_and_the_exit_code_says_failure(tmp_path: Path) -> None:
+    with training(tmp_path, "--callbacks=[hold.Broken]", "--args.save_on_error=true") as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "the third step is followed by trouble" in err
+    assert checkpoints(tmp_path) == [3]
+    with training(tmp_path, "--args.stop_at=5") as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "from 3" in err, err
+    assert checkpoints(tmp_path) == [3, 5]

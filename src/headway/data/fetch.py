@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import random
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -183,6 +184,7 @@ class WorkerPool:
             pin_memory=pin_memory,
             persistent_workers=persistent_workers,
             prefetch_factor=prefetch_factor,
+            worker_init_fn=outlive_signals,
         )
 
     def run(self, requests: Iterable[Request]) -> Iterator[Loaded]:
@@ -193,6 +195,23 @@ class WorkerPool:
         results = iter(self._loader)
         torch.default_generator.set_state(state)
         return results
+
+
+def outlive_signals(worker: int) -> None:
+    """Make a worker leave signals to the whole process group to the training process.
+
+    A terminal sends Ctrl-C, and a scheduler SIGTERM, to every process of a job. A worker that ended
+    then would take the training down before it could save. The second SIGTERM does end it: torch
+    and multiprocessing send one to a worker that does not stop by itself.
+    """
+
+    def on_first(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, on_first)
+    for name in ("SIGINT", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def keep(value: Any) -> Any:

@@ -21,7 +21,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from headway.data.counting import count_samples, count_targets, count_tokens
 from headway.data.dealing import Deal
-from headway.data.fetch import Collator, keep, preserve_global_randomness, seed_global_randomness
+from headway.data.fetch import (
+    Collator,
+    keep,
+    outlive_signals,
+    preserve_global_randomness,
+    seed_global_randomness,
+)
 from headway.data.jsonable import decode, encode
 
 logger = logging.getLogger("headway")
@@ -169,6 +175,7 @@ class SampleStream:
             num_workers=1,
             pin_memory=self._pin_memory,
             prefetch_factor=self._prefetch_factor,
+            worker_init_fn=outlive_signals,
         )
 
 
