@@ -7,6 +7,7 @@ Does not own: short names (registry), files and lines (load).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
@@ -17,7 +18,7 @@ from typing import Any
 from headway.config.registry import BUILT_FROM, GIVEN, NEEDS_TORCH, resolve_name, short_names
 from headway.config.rules_values import DTYPES
 from headway.config.schema import Component
-from headway.config.typecheck import Problem, conform, describe, field_types, members
+from headway.config.typecheck import Problem, conform, describe, field_types, fit, members
 from headway.errors import ConfigError, nearest, unknown
 
 
@@ -138,6 +139,7 @@ def is_component(value: Any) -> bool:
 
 
 _COMPONENT_KEYS = {"class_path", "init_args"}
+_PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 def _as_component(value: Any) -> Component:
@@ -196,13 +198,45 @@ def _check_names(values: Mapping[str, Any], allowed: Mapping[str, bool]) -> list
     return found
 
 
+class _Parser:
+    """jsonargparse on one target: names behind **kwargs, and conversions beyond plain types."""
+
+    def __init__(self, target: Callable[..., Any], given: tuple[str, ...]) -> None:
+        # Imported here: most run files hold plain values only, which need none of it.
+        from jsonargparse import ArgumentParser
+
+        parser = ArgumentParser(exit_on_error=False)
+        skip: set[str | int] = {*given}
+        try:
+            if inspect.isclass(target):
+                self.names = parser.add_class_arguments(
+                    target, fail_untyped=False, skip=skip, instantiate=False
+                )
+            else:
+                self.names = parser.add_function_arguments(target, fail_untyped=False, skip=skip)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{target!r} cannot be configured: {error}") from error
+        # Arguments are converted one by one, so that every mistake is told: a parser that insists
+        # on the others at each of them would hide it.
+        actions = [action for action in parser._actions if action.required]
+        self.required_names = [action.dest for action in actions]
+        for action in actions:
+            action.required = False
+        self._parser = parser
+
+    def convert(self, name: str, value: Any) -> Any:
+        """The value as the parameter's annotation wants it."""
+        parsed = self._parser.parse_object({name: value}, defaults=False)
+        return self._parser.instantiate_classes(parsed)[name]
+
+
 class _Signature:
     """The parameters of a target, checked by our own types or by jsonargparse."""
 
     def __init__(self, target: Callable[..., Any], given: tuple[str, ...]) -> None:
         self.target = target
         self.given = given
-        self.parser: Any = None
+        self._lazy_parser: Callable[[], _Parser] | None = None
         if dataclasses.is_dataclass(target) and isinstance(target, type):
             fields = [field for field in dataclasses.fields(target) if field.init]
             self.types = field_types(target)
@@ -218,31 +252,24 @@ class _Signature:
             self._read_callable(target)
 
     def _read_callable(self, target: Callable[..., Any]) -> None:
-        from jsonargparse import ArgumentParser
-
-        parser = ArgumentParser(exit_on_error=False)
-        skip: set[str | int] = {*self.given}
         try:
-            if inspect.isclass(target):
-                names = parser.add_class_arguments(
-                    target, fail_untyped=False, skip=skip, instantiate=False
-                )
-            else:
-                names = parser.add_function_arguments(target, fail_untyped=False, skip=skip)
             parameters = inspect.signature(target).parameters
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{target!r} cannot be configured: {error}") from error
-        # Arguments are converted one by one, so that every mistake is told: a parser that insists
-        # on the others at each of them would hide it.
-        actions = [action for action in parser._actions if action.required]
-        self.required = [action.dest for action in actions]
-        for action in actions:
-            action.required = False
-        self.names = [*names, *(name for name in parameters if name in skip)]
+        self.types = _hints(target)
         kinds = {parameter.kind for parameter in parameters.values()}
         self.open = inspect.Parameter.VAR_KEYWORD in kinds
-        self.types = _hints(target)
-        self.parser = parser
+        self._lazy_parser = functools.cache(lambda: _Parser(target, self.given))
+        if kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}:
+            # Where a signature passes on what it does not name, the parser follows it.
+            parser = self._lazy_parser()
+            self.required, names = parser.required_names, parser.names
+            self.names = [*names, *(name for name in parameters if name in self.given)]
+            return
+        self.names = list(parameters)
+        self.required = [
+            name for name, p in parameters.items() if p.default is inspect.Parameter.empty
+        ]
 
     def takes(self, name: str) -> bool:
         """Whether the target has a parameter of this name."""
@@ -263,7 +290,7 @@ class _Signature:
 
     def convert(self, name: str, value: Any) -> Any:
         """`value` as the parameter's type wants it; a ConfigError says why it cannot be."""
-        if self.parser is None:
+        if self._lazy_parser is None:
             converted, problems = conform(value, self.types[name], name)
             if problems:
                 raise ConfigError(problems[0].message)
@@ -272,11 +299,15 @@ class _Signature:
             return value
         if isinstance(value, str) and _wants_dtype(self.types.get(name)):
             return _torch_dtype(name, value)
+        annotation = self.types.get(name)
+        for member in members(annotation):
+            if member in _PLAIN_TYPES:
+                fits, converted = fit(value, member)
+                if fits:
+                    return converted
         try:
-            parsed = self.parser.parse_object({name: value}, defaults=False)
-            return self.parser.instantiate_classes(parsed)[name]
+            return self._lazy_parser().convert(name, value)
         except Exception as error:
-            annotation = self.types.get(name)
             wanted = describe(annotation) if annotation is not None else _first_line(error)
             raise ConfigError(f"{name} must be {wanted}, got {value!r}") from error
 

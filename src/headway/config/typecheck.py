@@ -102,7 +102,7 @@ def conform(value: Any, annotation: Any, option: str) -> tuple[Any, list[Problem
                 return build(member, value, option)
             if isinstance(value, member):
                 return value, conform_fields(value, option)
-        fits, converted = _fit(value, member)
+        fits, converted = fit(value, member)
         if fits:
             return converted, []
     message = f"{option} must be {describe(annotation)}, got {_show(value)}"
@@ -146,7 +146,8 @@ def unknown_keys(given: Mapping[Any, Any], allowed: list[str], prefix: str = "")
     return problems
 
 
-def _fit(value: Any, member: Any) -> tuple[bool, Any]:
+def fit(value: Any, member: Any) -> tuple[bool, Any]:
+    """Whether a value fits one member of a union, and the value as that member wants it."""
     origin, inner = typing.get_origin(member), typing.get_args(member)
     if member is type(None):
         return value is None, value
@@ -163,7 +164,7 @@ def _fit(value: Any, member: Any) -> tuple[bool, Any]:
         return text, os.fspath(value) if text and type(value) is not str else value
     if origin is list:
         items = list(value) if isinstance(value, list | tuple) else []
-        return isinstance(value, list | tuple) and all(_fit(i, inner[0])[0] for i in items), items
+        return isinstance(value, list | tuple) and all(fit(i, inner[0])[0] for i in items), items
     if origin is dict:
         return isinstance(value, Mapping), value
     if origin is Literal:
