@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint unit bench clean
+.PHONY: demo test test-faults lint unit bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/headway demo
@@ -19,6 +19,10 @@ lint: $(INSTALLED)
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+
+# The proofs in full size, about an hour; the results add to benchmarks/results/faults-<date>.md.
+test-faults: $(INSTALLED)
+	$(BIN)/python benchmarks/faults.py
 
 # The stamp is newer than what it was made from, so a second run installs nothing.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -205,10 +205,11 @@ def is_committed(path: str | Path) -> bool:
 
 
 def damaged_manifests(output_dir: str | Path) -> dict[Path, str]:
-    """Checkpoint directories whose manifest is there but not valid, with the reason."""
+    """Checkpoint directories whose manifest is not valid, or has gone missing, with the reason."""
     found: dict[Path, str] = {}
     for path in _candidates(output_dir):
-        if not os.path.lexists(path / MANIFEST_NAME):
+        # A save gives a directory its name once it has a manifest; other tools' have no state.
+        if not os.path.lexists(path / MANIFEST_NAME) and not (path / "state").is_dir():
             continue
         try:
             read_manifest(path)

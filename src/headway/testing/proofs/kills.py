@@ -60,9 +60,7 @@ class Shared:
 _PLACES = {"step": 0, "in_save": 1, "saved": 2, "trained": 3}
 
 
-def train_child(
-    folder: str, shared: str, save_async: bool, kill_at: int, num_workers: int = 0
-) -> None:
+def train_child(folder: str, shared: str, save_async: bool, kill_at: int, max_steps: int) -> None:
     """A child: trains, resuming from what is there; killed at an operation, or not at all (0)."""
     from headway.checkpoint import CheckpointManager
     from headway.testing.faults import Fault, FaultyStorage
@@ -88,13 +86,12 @@ def train_child(
         folder,
         [_Reporter(numbers)],
         num_samples=16,
-        max_steps=MAX_STEPS,
+        max_steps=max_steps,
         save_strategy="steps",
         save_steps=SAVE_STEPS,
         save_async=save_async,
         save_total_limit=2,
         resume_from_checkpoint=True,
-        dataloader_num_workers=num_workers,
     )
     trainer.train()
 
@@ -157,6 +154,7 @@ class _Run:
     seed: str
     save_async: bool
     window_s: float
+    max_steps: int
 
     def finish(self, reference: Ending) -> None:
         """Kill children until one gets to the end; then compare."""
@@ -192,6 +190,7 @@ class _Run:
             shared=str(shared),
             save_async=self.save_async,
             kill_at=kill_at,
+            max_steps=self.max_steps,
         )
         if delay_s < _LIMIT_S:
             time.sleep(delay_s)
@@ -212,12 +211,14 @@ class _Run:
         return problem is None
 
 
-def prove_kills(num_kills: int, seed: int, *, limit_s: float | None = None) -> Outcome:
+def prove_kills(
+    num_kills: int, seed: int, *, limit_s: float | None = None, max_steps: int = MAX_STEPS
+) -> Outcome:
     """At least `num_kills` kills over as many runs as it takes, or as many as `limit_s` allows."""
     outcome = Outcome("kills of training", seed)
     began = time.monotonic()
     with memory_folder() as folder, quiet(), ForkServer(log=folder / "log") as server:
-        reference, window_s = _train_undisturbed(server, folder)
+        reference, window_s = _train_undisturbed(server, folder, max_steps)
         number = 0
         while outcome.counts["kills"] < num_kills and not outcome.failures:
             if limit_s is not None and time.monotonic() - began > limit_s:
@@ -227,7 +228,7 @@ def prove_kills(num_kills: int, seed: int, *, limit_s: float | None = None) -> O
             name = f"{seed}/{number}"
             chance = random.Random(name)
             background = chance.random() < 0.7
-            run = _Run(server, place, chance, outcome, name, background, window_s)
+            run = _Run(server, place, chance, outcome, name, background, window_s, max_steps)
             run.finish(reference)
             shutil.rmtree(place)
             number += 1
@@ -235,22 +236,22 @@ def prove_kills(num_kills: int, seed: int, *, limit_s: float | None = None) -> O
     return outcome
 
 
-def _train_undisturbed(server: ForkServer, folder: Path) -> tuple[Ending, float]:
+def _train_undisturbed(server: ForkServer, folder: Path, max_steps: int) -> tuple[Ending, float]:
     """How a run ends; and how long a child takes to start and to do a few saves."""
     endings = []
     for save_async in (True, False):
         place = folder / f"undisturbed-{save_async}"
         place.mkdir()
-        duration_s = _time_child(server, place, save_async)
+        duration_s = _time_child(server, place, save_async, max_steps)
         endings.append(_ending(place / "out"))
         # Once more: there is nothing left to train, so this is the start alone.
-        start_s = _time_child(server, place, save_async)
+        start_s = _time_child(server, place, save_async, max_steps)
     assert endings[0] == endings[1], "background saves change nothing"
-    assert len(endings[0].losses) == MAX_STEPS
+    assert len(endings[0].losses) == max_steps
     return endings[0], start_s + max(0.0, duration_s - start_s) / 4
 
 
-def _time_child(server: ForkServer, place: Path, save_async: bool) -> float:
+def _time_child(server: ForkServer, place: Path, save_async: bool, max_steps: int) -> float:
     Shared(place / "shared", create=True)
     began = time.monotonic()
     server.start(
@@ -259,6 +260,7 @@ def _time_child(server: ForkServer, place: Path, save_async: bool) -> float:
         shared=str(place / "shared"),
         save_async=save_async,
         kill_at=0,
+        max_steps=max_steps,
     )
     code = server.wait()
     if code:
