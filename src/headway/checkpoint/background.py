@@ -7,12 +7,15 @@ commit (manager.py), when to look for the outcome (the training loop).
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from headway.checkpoint.manager import CheckpointManager
 from headway.checkpoint.staged import PendingSave
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class BackgroundSaver:
             self._last_error = (
                 f"the save of step {pending.step} failed: {type(error).__name__}: {error}"
             )
+            # Said at once: the main thread may be in a long step, or at its end.
+            logger.error("%s", self._last_error)
         finally:
             self.finished = True
 

@@ -435,7 +435,7 @@ class CheckpointManager:
             manifest = read_manifest(directory)
             if verify:
                 self._require_intact(directory, manifest)
-        elsewhere = held_elsewhere(contents, self._ranks)
+        elsewhere = held_elsewhere(contents.model, self._ranks)
         with self._ranks.together("loading the checkpoint"):
             trainer_state = load_contents(
                 contents,
@@ -449,13 +449,15 @@ class CheckpointManager:
 
     def load_model(self, model: nn.Module, path: str | Path) -> None:
         """Load only the weights of a checkpoint of any kind; only their files are verified."""
-        directory = self._at_hand(path)
-        manifest = read_manifest(directory)
-        entry = manifest.component("model")
-        if entry is None:
-            raise CheckpointError(f"{directory} holds no model")
-        self._require_intact(directory, manifest, names=entry["files"])
-        load_weights(model, directory, manifest)
+        elsewhere = held_elsewhere(model, self._ranks)
+        with self._ranks.together("loading the weights"):
+            directory = self._at_hand(path)
+            manifest = read_manifest(directory)
+            entry = manifest.component("model")
+            if entry is None:
+                raise CheckpointError(f"{directory} holds no model")
+            self._require_intact(directory, manifest, names=entry["files"])
+            load_weights(model, directory, manifest, elsewhere)
 
     def _at_hand(self, path: str | Path) -> Path:
         directory = self._storage.path_of(path).absolute()

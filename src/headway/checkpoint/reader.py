@@ -102,11 +102,11 @@ def load_contents(
     return trainer_state
 
 
-def held_elsewhere(contents: CheckpointContents, ranks: Ranks) -> set[str]:
+def held_elsewhere(model: nn.Module, ranks: Ranks) -> set[str]:
     """Names of weights that other ranks hold and this one does not; every rank must call it."""
     if ranks.world_size == 1:
         return set()
-    own = collect_model(contents.model).by_name
+    own = collect_model(model).by_name
     told = ranks.exchange(sorted(own))
     return {name for names in told for name in names} - set(own)
 

@@ -67,6 +67,8 @@ class StagedCheckpoint:
     components: list[StagedComponent] = field(default_factory=list)
     trees: list[StagedTree] = field(default_factory=list)
     texts: dict[str, bytes] = field(default_factory=dict)
+    extra_state: list[str] = field(default_factory=list)
+    """Names of the modules' extra state that this rank has; rank 0 writes its own."""
     wait: Callable[[], None] = lambda: None
     """Returns when the copy of every tensor is complete; to be called before reading any."""
 

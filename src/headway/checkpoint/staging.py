@@ -148,6 +148,7 @@ class Stager:
         contents.check_keys()
         staged = StagedCheckpoint()
         model = collect_model(contents.model)
+        staged.extra_state = sorted(model.extra)
         staged.components.append(self._take_model(contents, model))
         if contents.optimizer is not None:
             staged.components.append(_take_optimizer(contents.optimizer, model))

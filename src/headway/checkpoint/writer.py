@@ -82,7 +82,18 @@ class ContentsWriter:
         with ranks.together("preparing to write"):
             staged.wait()
             parts = {c.key: describe(c.shards.tensors) for c in staged.components if c.shards}
-        told = ranks.exchange({"tensors": parts, "folders": _folders(staged)})
+        told = ranks.exchange(
+            {
+                "keys": [component.key for component in staged.components],
+                "tensors": parts,
+                "folders": _folders(staged),
+            }
+        )
+        for rank, one in enumerate(told):
+            if one["keys"] != told[0]["keys"]:
+                raise CheckpointError(
+                    f"rank {rank} saves the components {one['keys']}, rank 0 {told[0]['keys']}"
+                )
         plans = {
             component.key: deal(
                 [one["tensors"].get(component.key, {}) for one in told],
@@ -124,6 +135,8 @@ class ContentsWriter:
         self, component: StagedComponent, plan: ShardPlan | None, shared: list[dict[str, Any]]
     ) -> None:
         files = []
+        if component.key == "model" and self._ranks.is_main:
+            _check_extra_state(shared)
         if plan is not None:
             assert component.shards is not None
             files += self._add_shards(component.shards, plan, shared)
@@ -198,8 +211,12 @@ class ContentsWriter:
         for files, components in self._told[1:]:
             for name, record in files.items():
                 self._record(name, FileRecord(*record))
-            for own, other in zip(self.components, components):
-                assert own["key"] == other["key"], "all ranks save the same components"
+                if self._stamps[name][0] != self.files[name].size:
+                    raise CheckpointError(
+                        f"{self._directory / name} has {self._stamps[name][0]} bytes here, but its "
+                        f"writer wrote {self.files[name].size}: do all ranks share the directory?"
+                    )
+            for own, other in zip(self.components, components, strict=True):
                 own["files"] += other["files"]
         for component in self.components:
             component["files"].sort()
@@ -241,7 +258,18 @@ def _shared_parts(staged: StagedCheckpoint) -> dict[str, Any]:
     return {
         "aliases": {one.prefix: one.aliases for one in shards if one.aliases},
         "optimizer": next((c.optimizer for c in staged.components if c.optimizer), None),
+        "extra_state": staged.extra_state,
     }
+
+
+def _check_extra_state(shared: list[dict[str, Any]]) -> None:
+    for rank, one in enumerate(shared):
+        missing = sorted(set(one["extra_state"]) - set(shared[0]["extra_state"]))
+        if missing:
+            raise CheckpointError(
+                f"rank {rank} has extra state of modules that rank 0 does not have and that would "
+                f"not be saved: {', '.join(missing)}"
+            )
 
 
 def _folders(staged: StagedCheckpoint) -> list[str]:
