@@ -142,8 +142,8 @@ def prove_training_errors(num_runs: int, seed: int) -> Outcome:
         chance = random.Random(f"training/{number}")
         name, code = chance.choice(list(ERRNOS.items()))
         background = chance.random() < 0.7
-        # The first save takes some ninety operations; the error comes after it.
-        at = chance.randint(100, 300)
+        # A save takes some 130 operations: the error comes in one of the first three.
+        at = chance.randint(1, 400)
         fault = Fault("error", at, errno=code, lasting=chance.random() < 0.5)
         outcome.counts["runs"] += 1
         outcome.counts[name] += 1
@@ -219,11 +219,12 @@ def _judge_training(
         return None if listed and listed[-1].step == 20 else "no error and no last checkpoint"
     if raised.errno != code:
         return f"{raised!r} was raised instead"
-    if not listed or listed[-1].step < watch.saved:
+    newest = listed[-1].step if listed else 0
+    if newest < watch.saved:
         return f"the save of step {watch.saved} was announced and is gone"
-    # The save of step s was begun at s; the one before it was good. Two steps are one interval.
-    if watch.step - listed[-1].step > 4:
-        return f"training went on to step {watch.step}; the last good save is of {listed[-1].step}"
+    # A save every two steps: the failed one was begun two steps after the last good one.
+    if watch.step - newest > 4:
+        return f"training went on to step {watch.step}; the last good save is of {newest}"
     return None
 
 

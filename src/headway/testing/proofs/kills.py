@@ -32,7 +32,7 @@ MAX_STEPS, SAVE_STEPS = 90, 3
 _SAVE_OPERATIONS = 100
 _MOST_KILLS_A_RUN = 40
 _LIMIT_S = 120.0
-_SHARED = struct.Struct("<qqqq")
+_SHARED = struct.Struct("<qqqqq")
 
 
 class Shared:
@@ -40,7 +40,7 @@ class Shared:
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         if create:
-            path.write_bytes(_SHARED.pack(-1, 0, -1, 0))
+            path.write_bytes(_SHARED.pack(-1, 0, -1, 0, -1))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _SHARED.size)
 
@@ -49,15 +49,16 @@ class Shared:
         return value
 
     def put(self, name: str, value: int) -> None:
-        """Set `step`, `in_save`, `saved` or `trained`."""
+        """Set one of the numbers."""
         struct.pack_into("<q", self._map, 8 * _PLACES[name], value)
 
     def get(self, name: str) -> int:
-        """Last finished step, whether a save was being written, last one announced, steps done."""
+        """`step` (the last finished), `in_save` (whether one was being written), `begun` and
+        `saved` (the last save begun and announced), `trained` (steps done)."""
         return self._get(_PLACES[name])
 
 
-_PLACES = {"step": 0, "in_save": 1, "saved": 2, "trained": 3}
+_PLACES = {"step": 0, "in_save": 1, "saved": 2, "trained": 3, "begun": 4}
 
 
 def train_child(folder: str, shared: str, save_async: bool, kill_at: int, max_steps: int) -> None:
@@ -73,10 +74,11 @@ def train_child(folder: str, shared: str, save_async: bool, kill_at: int, max_st
     def faulty(self: Any, output_dir: Any, **options: Any) -> None:
         init(self, output_dir, **{**options, "storage": FaultyStorage(output_dir, fault)})
 
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(self: Any, pending: Any) -> Any:
+        numbers.put("begun", pending.step)
         numbers.put("in_save", 1)
         try:
-            return write(self, *args, **kwargs)
+            return write(self, pending)
         finally:
             numbers.put("in_save", 0)
 
@@ -125,7 +127,9 @@ def _ending(root: Path) -> Ending:
     return Ending(losses, tuple(tensors))
 
 
-def _check_after_kill(root: Path, numbers: Shared, outcome: Outcome) -> str | None:
+def _check_after_kill(
+    root: Path, numbers: Shared, newest_before: int, outcome: Outcome
+) -> str | None:
     """What is wrong with the directory that a killed child left, if anything."""
     listed = committed(root)
     problems = [line for checkpoint in listed for line in verify(checkpoint.path)]
@@ -135,11 +139,19 @@ def _check_after_kill(root: Path, numbers: Shared, outcome: Outcome) -> str | No
     step, saved = numbers.get("step"), numbers.get("saved")
     if newest < saved:
         return f"the save of step {saved} was announced, but the newest is of step {newest}"
-    # The save of the last boundary may have been under way; the one before it may not.
-    due = step // SAVE_STEPS * SAVE_STEPS - SAVE_STEPS
+    if newest < newest_before:
+        return f"the newest was of step {newest_before}, now of {newest}"
+    # Only the save under way may be lost.
+    due = numbers.get("begun") - SAVE_STEPS * numbers.get("in_save")
     if newest < due:
+        return f"the save of step {due} was begun and over, but the newest is of step {newest}"
+    if step - newest > 2 * SAVE_STEPS:
         return f"step {step} was done, but the newest checkpoint is of step {newest}"
-    outcome.counts["most steps lost"] = max(outcome.counts["most steps lost"], step - newest)
+    counts = outcome.counts
+    counts["most steps lost"] = max(counts["most steps lost"], step - newest)
+    counts["most steps since the last save begun"] = max(
+        counts["most steps since the last save begun"], step - max(numbers.get("begun"), newest)
+    )
     return None
 
 
@@ -155,6 +167,7 @@ class _Run:
     save_async: bool
     window_s: float
     max_steps: int
+    newest: int = 0
 
     def finish(self, reference: Ending) -> None:
         """Kill children until one gets to the end; then compare."""
@@ -204,7 +217,9 @@ class _Run:
         counts["kills inside a save"] += numbers.get("in_save")
         counts["kills before the first step"] += numbers.get("trained") == 0
         counts["kills with background saves"] += self.save_async
-        problem = _check_after_kill(self.folder / "out", numbers, self.outcome)
+        root = self.folder / "out"
+        problem = _check_after_kill(root, numbers, self.newest, self.outcome)
+        self.newest = max((c.step for c in committed(root)), default=0)
         if problem:
             where = f"operation {kill_at}" if kill_at else "a random moment"
             self.outcome.fail(f"seed {self.seed}, kill {kills} at {where}: {problem}")
