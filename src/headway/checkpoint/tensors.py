@@ -248,9 +248,7 @@ class ShardReader:
                     found[name] = tuple(_checked(file.get_slice, name, file_name).get_shape())
         return found
 
-    def parts(
-        self, wanted: Mapping[str, tuple[slice, ...]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def parts(self, wanted: Mapping[str, tuple[slice, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and the wanted part of the tensor, read without the rest; copied into memory."""
         for file_name, members in self._by_file(wanted).items():
             with open_tensor_file(self.directory / file_name) as file:
