@@ -102,5 +102,5 @@ def test_counts_follow_documents_and_shifted_labels():
 
 
 def test_counting_on_a_device_does_not_sync():
-    batch = {"labels": torch.zeros(2, 3, device="meta")}
+    batch = {"labels": torch.zeros(2, 3, dtype=torch.int64, device="meta")}
     assert isinstance(count_targets(batch), torch.Tensor)
