@@ -36,7 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         # Several processes that each import torch: slow to start on a busy machine.
-        if {"dist", "faults", "e2e"} & set(item.path.parts):
+        slow = {"dist", "faults", "e2e"} & set(item.path.parts)
+        if slow and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(400))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip)
