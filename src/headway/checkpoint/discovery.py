@@ -16,6 +16,7 @@ from headway.checkpoint.manifest import (
     MANIFEST_NAME,
     CommittedCheckpoint,
     read_manifest,
+    save_order,
     verify,
 )
 from headway.checkpoint.meta import (
@@ -57,7 +58,7 @@ def committed_in(storage: Storage) -> list[CommittedCheckpoint]:
         found.append(
             CommittedCheckpoint(path, manifest.step, manifest.save_counter, manifest.kind, manifest)
         )
-    return sorted(found, key=lambda c: (c.save_counter, c.step, c.path.name))
+    return sorted(found, key=save_order)
 
 
 def find_latest_checkpoint(model_dir: str | Path, *, kind: str | None = None) -> str | None:

@@ -75,6 +75,8 @@ class Draft:
             except Exception as trouble:
                 # The failure of the save itself is the one to report.
                 logger.warning("could not remove %s: %s", self.directory, trouble)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{self.target} cannot be written: {error}") from error
 
     # -- files ------------------------------------------------------------------------------
 

@@ -192,7 +192,13 @@ def committed(output_dir: str | Path) -> list[CommittedCheckpoint]:
         found.append(
             CommittedCheckpoint(path, manifest.step, manifest.save_counter, manifest.kind, manifest)
         )
-    return sorted(found, key=lambda c: (c.save_counter, c.step, c.path.name))
+    return sorted(found, key=save_order)
+
+
+def save_order(checkpoint: CommittedCheckpoint) -> tuple[int, int, bool, str]:
+    """The order of checkpoints: by save counter; an edited one after what it replaces."""
+    name = checkpoint.path.name
+    return (checkpoint.save_counter, checkpoint.step, ".old-" not in name, name)
 
 
 def is_committed(path: str | Path) -> bool:

@@ -67,7 +67,6 @@ def test_the_defaults_are_those_of_the_original() -> None:
         ("checkpoint_every_n_steps", -5, "at least 0"),
         ("save_last", "yes", "must be bool"),
         ("save_total_limit", 0, "at least 1"),
-        ("async_checkpoint", True, "not available yet"),
     ],
 )
 def test_an_impossible_value_is_refused_by_name(option: str, value: Any, message: str) -> None:

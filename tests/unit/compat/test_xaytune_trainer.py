@@ -340,6 +340,19 @@ def test_checkpoints_are_written_when_the_config_says(
         assert state.last_checkpoint == str(tmp_path / f"checkpoint-{expected[-1]}")
 
 
+def test_asynchronous_checkpoints_are_all_there_at_the_end(tmp_path: Path) -> None:
+    record = Record()
+    config = make_config(
+        tmp_path, checkpoint_every_n_steps=5, save_last=True, async_checkpoint=True
+    )
+    state = train(config, record.manager)
+    assert len(record.of("checkpoint_saved", "global_step")) == 3
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {
+        f"checkpoint-{step}" for step in (5, 10, 12)
+    }
+    assert state.last_checkpoint == str(tmp_path / "checkpoint-12")
+
+
 def test_a_checkpoint_has_the_models_own_names_with_a_loss_fn_too(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -69,7 +69,7 @@ class TrainerConfig:
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     async_checkpoint: bool = False
-    """Not available yet."""
+    """Write checkpoints in the background; `checkpoint_saved` then fires when one is committed."""
     output_dir: str = "output"
     """Folder of the checkpoints (Headway's addition)."""
     save_total_limit: int | None = None
@@ -122,10 +122,5 @@ def _find_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             f"strategy={config.strategy!r} is not available yet: it comes with parallel "
             f"strategies; use 'auto' or 'none'"
-        )
-    if config.async_checkpoint:
-        problems.append(
-            "async_checkpoint=True is not available yet: it comes with the checkpoint engine; "
-            "leave it False"
         )
     return problems

@@ -97,7 +97,7 @@ def make_arguments(
         fields["eval_steps"] = num_eval_steps or 100
     return TrainingArguments(
         output_dir=config.output_dir,
-        save_async=False,  # `checkpoint_saved` comes in the step that saves
+        save_async=config.async_checkpoint,
         use_cpu=device.type == "cpu",
         device=None if device.type == "cpu" else str(device),
         seed=config.seed,
