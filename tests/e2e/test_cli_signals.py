@@ -73,6 +73,11 @@ class SlowData(SyntheticDataset):
             hold()
         return super().__getitem__(index)
 
+class SlowToOpen(SyntheticDataset):
+    def __init__(self, num_samples: int, sequence_length: int, vocab_size: int):
+        super().__init__(num_samples, sequence_length, vocab_size)
+        hold()
+
 class Broken(TrainerCallback):
     def on_gradients(self, state):
         if state.global_step == 3:
@@ -237,3 +242,15 @@ def test_save_on_error_keeps_the_last_step_and_the_exit_code_says_failure(tmp_pa
         _, err = process.communicate(timeout=60)
     assert process.returncode == 0 and "from 3" in err, err
     assert checkpoints(tmp_path) == [3, 5]
+
+
+def test_sigusr1_before_training_begins_does_not_end_the_process(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "gate")
+    words = ("--data.train.class_path=hold.SlowToOpen", "--args.stop_at=2")
+    with training(tmp_path, *words) as process:
+        wait_for(process, "holding")
+        process.send_signal(signal.SIGUSR1)
+        (tmp_path / "gate").write_text("open")
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert checkpoints(tmp_path) == [2]

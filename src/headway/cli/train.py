@@ -41,12 +41,15 @@ def run(options: argparse.Namespace) -> int:
     run_config = load_run(options.config, options.overrides)
     resume: bool | str | None = False if options.no_resume else options.resume
 
-    from headway.trainers.from_config import build_trainer
+    from headway.engine.signals import ignore_save_requests
 
-    trainer = build_trainer(run_config)
-    if options.quiet:
-        silence(trainer)
-    output = _train(options, trainer, run_config, resume)
+    with ignore_save_requests():
+        from headway.trainers.from_config import build_trainer
+
+        trainer = build_trainer(run_config)
+        if options.quiet:
+            silence(trainer)
+        output = _train(options, trainer, run_config, resume)
     if options.json:
         print_json(summarise(trainer, output))
     else:

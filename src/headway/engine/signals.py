@@ -10,10 +10,25 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def ignore_save_requests() -> Iterator[None]:
+    """Around the set-up of a run: SIGUSR1, which would end the process, finds nothing to save."""
+    if not hasattr(signal, "SIGUSR1") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    found = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, found)
 
 
 class SignalRequests:

@@ -205,6 +205,14 @@ def test_every_changed_option_is_told_with_the_value_that_counts(tmp_path, caplo
     assert not any("max_steps" in w for w in warned)
 
 
+def test_the_stored_seed_also_seeds_the_evaluation(tmp_path):
+    train(tmp_path, 2)
+    second = make(tmp_path, 4, seed=9)
+    second.eval_dataset = tiny_dataset(4, sequence_length=8)
+    second.train()
+    assert second._eval_loader.seed == 3
+
+
 def test_without_a_change_nothing_is_told(tmp_path, caplog):
     train(tmp_path, 4)
     with caplog.at_level(logging.WARNING):
@@ -255,8 +263,10 @@ def test_the_fingerprint_of_data():
             return {"input_ids": torch.randint(9, (3,))}
 
     torch.manual_seed(0)
+    first = of(Random())
+    torch.rand(7)
     state = torch.get_rng_state()
-    assert of(Random()) == of(Random()), "randomness inside a sample follows the seed"
+    assert of(Random()) == first, "randomness inside a sample follows the seed"
     assert torch.equal(torch.get_rng_state(), state), "looking must not move the generators"
     assert of(iter(data)) == {"kind": "iterable", "num_samples": None}
 
