@@ -89,6 +89,7 @@ def check_rule(listed, deleted, limit, num_best, greater_is_better, keep_every_n
     ]
 
 
+@pytest.mark.timeout(900)
 def test_random_histories():
     """Saves, rollbacks, pins and unpins, with retention after each save."""
     rng = random.Random(20261115)
