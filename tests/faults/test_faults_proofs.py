@@ -8,6 +8,8 @@ import subprocess
 
 import pytest
 
+from headway.checkpoint import CheckpointManager, verify
+from headway.testing.contents import make_contents, train
 from headway.testing.proofs.crashes import prove_crash_points
 from headway.testing.proofs.damage import prove_damage, prove_flips
 from headway.testing.proofs.errors import fill_disk, prove_io_errors, prove_training_errors
@@ -46,6 +48,22 @@ def test_every_flipped_bit_is_detected_and_the_file_named():
     outcome.require_success()
     assert outcome.counts["flips"] >= 400
     assert outcome.counts["fallbacks taken"] >= 8
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(b"0.30000000000000004", b"0.30000000000000005"), (b'"optimizer-0', b'"/ptimizer-0')],
+    ids=["a digit that changes no value", "a name that leads elsewhere"],
+)
+def test_a_flip_in_the_manifest_names_the_manifest(tmp_path, before, after):
+    contents = make_contents()
+    train(contents, 1)
+    path = CheckpointManager(tmp_path).save(contents, 1, metric=0.1 + 0.2)
+    manifest = path / "checkpoint_manifest.json"
+    data = manifest.read_bytes()
+    assert before in data
+    manifest.write_bytes(data.replace(before, after, 1))
+    assert any(str(manifest) in problem for problem in verify(path))
 
 
 def test_damaged_files_are_detected_and_the_older_checkpoint_taken():

@@ -104,12 +104,16 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     return fields
 
 
+def _text(fields: dict[str, Any], digest: str) -> bytes:
+    return json.dumps({**fields, "digest": digest}, indent=1, allow_nan=False).encode()
+
+
 def write_manifest(directory: Path, manifest: Manifest, storage: Storage) -> None:
     """Commit: write the manifest, synced, into a directory whose files are all on the disk."""
     fields = _to_json(manifest)
     manifest.digest = digest_bytes(_canonical(fields), manifest.digest_algorithm)
-    text = json.dumps({**fields, "digest": manifest.digest}, indent=1, allow_nan=False)
-    storage.write_bytes(directory / MANIFEST_NAME, text.encode(), digest=manifest.digest_algorithm)
+    text = _text(fields, manifest.digest)
+    storage.write_bytes(directory / MANIFEST_NAME, text, digest=manifest.digest_algorithm)
     storage.sync_dir(directory)
 
 
@@ -172,9 +176,11 @@ def read_manifest(path: str | Path) -> Manifest:
         for entry in fields["components"]:
             if not {"key", "sharing_pattern", "files"} <= set(entry):
                 raise ValueError(f"component entry {entry}")
-    except (ConfigError, KeyError, TypeError, ValueError) as error:
+    except (CheckpointError, ConfigError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} is not a valid manifest: {error!r}") from error
-    if found != own_digest:
+    # The digest is of the values; a changed byte can leave these as they were (the last digit of
+    # a number that is longer than it need be).
+    if found != own_digest or file.read_bytes() != _text(fields, own_digest):
         raise CheckpointError(f"{file} is damaged: its content does not match its digest")
     if fields["metric"] is not None:
         fields["metric"] = float(fields["metric"])
