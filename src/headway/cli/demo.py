@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import os
 import shlex
 import shutil
 import sys
@@ -79,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train, show before and after, say what to try next."""
+    # On a busy machine, threads that spin while they wait for each other take minutes, not seconds.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     began_s = time.monotonic()
     if options.steps < 1:
         raise ConfigError(f"--steps: must be at least 1, got {options.steps}")
