@@ -2,7 +2,8 @@
 
 Breaks saves at every operation, kills training, flips bits and fills disks, and judges what is
 left as the next start would. Results accumulate: each run adds to the file of its day, with
-command, seed, counts and commit, and its totals are made anew.
+command, seed, counts and commit, and its totals are made anew. A `note` added to a record of the
+.jsonl file keeps its run in the list and out of the totals.
 
     python benchmarks/faults.py [--only crashes ranks kills flips damage errors training full_disk]
                                 [--seed 1] [--scale 1.0] [--limit-s 3600]
@@ -107,6 +108,8 @@ def write_report(records: list[dict[str, Any]], path: Path, date: str) -> None:
     """The page of a day, from all its records."""
     totals: dict[str, Counter[str]] = {}
     for record in records:
+        if record.get("note"):  # a run that led to a change and was made again after it
+            continue
         total = totals.setdefault(record["proof"], Counter())
         for name, number in record["counts"].items():
             most = name.startswith(("most", "bits"))
@@ -120,6 +123,7 @@ def write_report(records: list[dict[str, Any]], path: Path, date: str) -> None:
     lines.append("|---|---|---|---|---|---|")
     for r in records:
         counts = describe(r["counts"])
+        counts += f" ({r['note']})" if r.get("note") else ""
         row = [r["proof"], f"`{r['command']}`", r["seed"], r["commit"], r["seconds"], counts]
         lines.append("| " + " | ".join(map(str, row)) + " |")
     failures = [(r, line) for r in records for line in r["failures"]]
