@@ -214,6 +214,8 @@ class Draft:
         aside = self.target.with_name(f"{self.target.name}.old-{self._nonce}")
         self.storage.rename(self.target, aside)
         try:
+            # A disk may reorder the two renames; the earlier one must not be lost between them.
+            self.storage.sync_dir(self.target.parent)
             self.storage.rename(self.directory, self.target)
         except BaseException:
             self.storage.rename(aside, self.target)
