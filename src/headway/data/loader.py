@@ -26,12 +26,21 @@ from headway.data.order import IndexArray, SampleOrder
 from headway.data.streams import BatchStream, Chunk, SampleStream
 from headway.errors import ConfigError
 
-__all__ = ["Window", "WindowLoader", "count_targets", "count_tokens"]
+__all__ = ["Window", "WindowLoader", "WindowTotals", "count_targets", "count_tokens"]
 
 logger = logging.getLogger("headway")
 
 _STATE_VERSION = 1
 _BLOCK_SAMPLES = 4096
+
+
+@dataclass(slots=True)
+class WindowTotals:
+    """What a window amounts to over all ranks."""
+
+    num_target_tokens: int | torch.Tensor
+    num_tokens: int
+    num_samples: int
 
 
 @dataclass(slots=True)
@@ -43,6 +52,10 @@ class Window:
     num_tokens: int
     num_samples: int
     sample_ids: IndexArray | None = None
+    totals: WindowTotals | None = None
+    """The counts over all ranks; None where the own ones are all there are."""
+    num_fillers: int = 0
+    """So many of the last micro-batches only stand in, so that ranks run equally many."""
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ synchronisation and accumulation; it knows nothing of learning rates, logging or
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from headway.checkpoint.component import StateComponent
-from headway.data.loader import Window
+from headway.data.loader import Window, WindowLoader
 from headway.strategies.objective import Objective
+from headway.strategies.source import ModelSource
 
 Notify = Callable[[str], None]
 
@@ -38,17 +39,28 @@ class Strategy(ABC):
     """Called by `apply` before the optimizer changes anything: a save may still be copying."""
 
     @abstractmethod
-    def setup(self, model: nn.Module) -> nn.Module:
-        """Place (and wrap) the model; called before the optimizer is built."""
+    def setup(self, source: ModelSource) -> nn.Module:
+        """Build and place the model; called before the optimizer is made.
+
+        Returns what this rank trains: its parameters are the ones the optimizer gets.
+        """
+
+    @abstractmethod
+    def feed(self, loader: WindowLoader, *, training: bool = True) -> Iterator[Window]:
+        """This rank's windows to the end of the epoch; in an evaluation one batch each.
+
+        Every rank gets the same number of them with the same number of micro-batches, if need be
+        with fillers. `window.totals` counts over all ranks.
+        """
 
     @abstractmethod
     def forward_backward(
         self, window: Window, objective: Objective, num_targets: int | Tensor, notify: Notify
     ) -> Tensor:
-        """Run every micro-batch of a window and leave its gradients reduced.
+        """Run every micro-batch of a window and leave its gradients summed over ranks.
 
-        Returns the window's loss: the sum over its targets divided by `num_targets`, which is the
-        count over all ranks. `notify` delivers the micro-batch events.
+        Returns this rank's share of the loss: the sum over its targets divided by `num_targets`,
+        the count over all ranks. `notify` delivers the micro-batch events.
         """
 
     @abstractmethod
@@ -67,7 +79,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def reduce(self, value: Tensor, operation: str) -> Tensor:
-        """Join a tensor over ranks: "sum", "mean", "max" or "l2_norm"."""
+        """Join a tensor over the ranks: "sum", "mean", "max" or "l2_norm"."""
 
     @abstractmethod
     def agree(self, value: int) -> int:

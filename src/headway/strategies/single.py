@@ -7,18 +7,20 @@ of the contract is the identity here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headway.checkpoint.component import StateComponent
-from headway.data.counting import count_targets
-from headway.data.loader import Window
+from headway.data.counting import count_samples, count_targets, count_tokens
+from headway.data.loader import Window, WindowLoader
 from headway.models.generation import generate
 from headway.strategies.base import DataShard, EvalStep, Notify, Strategy
+from headway.strategies.movement import move_batch
 from headway.strategies.objective import Objective
+from headway.strategies.source import ModelSource
 
 
 class SingleDevice(Strategy):
@@ -32,10 +34,13 @@ class SingleDevice(Strategy):
         self._model: nn.Module | None = None
         self._parameters: list[nn.Parameter] = []
 
-    def setup(self, model: nn.Module) -> nn.Module:
-        self._model = model.to(self.device)
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+    def setup(self, source: ModelSource) -> nn.Module:
+        self._model = source.finish(source.build()).to(self.device)
+        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         return self._model
+
+    def feed(self, loader: WindowLoader, *, training: bool = True) -> Iterator[Window]:
+        return loader.windows() if training else single_batches(loader)
 
     def unwrap(self) -> nn.Module:
         assert self._model is not None, "setup comes first"
@@ -50,7 +55,8 @@ class SingleDevice(Strategy):
         for batch in window.micro_batches:
             notify("on_forward_backward_begin")
             own = window.num_target_tokens if alone else count_targets(batch)
-            loss = objective.loss(model, self._move(batch), num_targets, own)
+            batch = move_batch(batch, self.device) if self._moves else batch
+            loss = objective.loss(model, batch, num_targets, own)
             loss.backward()  # type: ignore[no-untyped-call]
             loss = loss.detach()
             total = loss if total is None else total + loss
@@ -63,8 +69,9 @@ class SingleDevice(Strategy):
         self, batch: Any, objective: Objective, *, with_logits: bool = False
     ) -> EvalStep:
         assert self._model is not None, "setup comes first"
+        batch = move_batch(batch, self.device) if self._moves else batch
         loss_sum, count, logits, labels = objective.evaluate(
-            self._model, self._move(batch), with_logits=with_logits
+            self._model, batch, with_logits=with_logits
         )
         return EvalStep(loss_sum, count, logits, labels)
 
@@ -113,13 +120,8 @@ class SingleDevice(Strategy):
         self._model = None
         self._parameters = []
 
-    def _move(self, batch: Any) -> Any:
-        if not self._moves:
-            return batch
-        if isinstance(batch, Tensor):
-            return batch.to(self.device, non_blocking=True)
-        if isinstance(batch, Mapping):
-            return {key: self._move(value) for key, value in batch.items()}
-        if isinstance(batch, list | tuple):
-            return type(batch)(self._move(value) for value in batch)
-        return batch
+
+def single_batches(loader: WindowLoader) -> Iterator[Window]:
+    """The batches of an evaluation pass on one rank, each as a window."""
+    for batch in loader.batches():
+        yield Window([batch], count_targets(batch), count_tokens(batch), count_samples(batch))

@@ -22,7 +22,7 @@ from headway.errors import ConfigError
 from headway.models.hf import read_hf_config
 from headway.models.hf_config import from_hf_config, is_supported_family
 from headway.optim.build import build_optimizer
-from headway.trainers.model import construct
+from headway.strategies.source import construct
 from headway.trainers.trainer import Trainer
 
 _PRETRAINED = ("pretrained", "headway.models.load_causal_lm")

@@ -1,0 +1,86 @@
+"""Where a strategy gets its model from: a ready one, or a function that makes one.
+
+Owns: construction under a dtype, whole or on the meta device. Does not own: placement, wrapping and
+initial values of sharded models (strategies, models/initial.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.errors import ConfigError
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass
+class ModelSource:
+    """One run's model, not yet placed."""
+
+    model: nn.Module | None = None
+    """A ready model."""
+    make: Callable[[], nn.Module] | None = None
+    """Makes one; called under `default_dtype`."""
+    default_dtype: str | None = None
+    make_meta: Callable[[], nn.Module] | None = None
+    """Makes it under `torch.device("meta")`, where `make` would read files; else `make` does."""
+    weights: Path | None = None
+    """The folder that holds its initial values, where `make` reads them from one."""
+    prepare: Callable[[nn.Module], Any] | None = None
+    """Done to every module that will be trained, for example activation checkpointing."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the model exists already."""
+        return self.model is not None
+
+    def build(self) -> nn.Module:
+        """The whole model with its values: the ready one, or a new one on the host."""
+        model = self.model
+        if model is None:
+            assert self.make is not None, "checked by the trainer"
+            model = construct(self.make, self.default_dtype)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if any(p.is_meta for p in model.parameters()):
+            raise ConfigError(
+                "the model's parameters are on the meta device and hold no values; materialise "
+                "them (to_empty and init_weights, or load_state_dict with assign=True) first"
+            )
+        return model
+
+    def build_meta(self) -> nn.Module:
+        """The model's shapes without its values; needs `model_init`."""
+        make = self.make_meta or self.make
+        if make is None:
+            raise ConfigError("model_init: needed to build the model on the meta device")
+        with torch.device("meta"):
+            return construct(make, self.default_dtype)
+
+    def finish(self, module: nn.Module) -> nn.Module:
+        """Prepare a module, the whole model or a part of it, for training."""
+        if self.prepare is not None:
+            self.prepare(module)
+        return module
+
+
+def construct(make: Callable[[], nn.Module], dtype: str | None) -> nn.Module:
+    """Make a model while `dtype` is torch's default floating-point type."""
+    if dtype is None:
+        return make()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(_DTYPES[dtype])
+    try:
+        return make()
+    finally:
+        torch.set_default_dtype(before)
