@@ -16,8 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.header import DTYPES_BY_NAME
 from headway.checkpoint.staged import TensorSlice
-from headway.checkpoint.tensors import DTYPES_BY_NAME, TensorSpec, spec_of
+from headway.checkpoint.tensors import TensorSpec, spec_of
 from headway.models.shards import plan_shards, shard_name
 
 

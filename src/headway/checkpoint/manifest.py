@@ -13,12 +13,11 @@ import math
 import os
 import re
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.checkpoint.digest import DEFAULT_DIGEST, digest_bytes, digest_file
+from headway.checkpoint.digest import DEFAULT_DIGEST, digest_bytes, digest_files
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.jsonfile import read_json
 from headway.checkpoint.owner import NONCE_PATTERN
@@ -236,30 +235,31 @@ def _candidates(output_dir: str | Path) -> list[Path]:
 
 
 def verify(
-    path: str | Path, *, names: Collection[str] | None = None, num_threads: int = 1
+    path: str | Path, *, names: Collection[str] | None = None, num_threads: int | None = None
 ) -> list[str]:
     """What is wrong with a checkpoint, one line per file; empty if all is well.
 
     Every listed file (or only `names`) must be there with its size and digest, and no weight file
-    may lie beside them that the manifest does not list. Digests are taken without holding the
-    interpreter, so threads use as many cores.
+    may lie beside them that the manifest does not list. Files are read by `num_threads` threads,
+    by default as many as the machine has cores, up to a limit.
     """
     directory = Path(path)
     try:
         manifest = read_manifest(directory)
     except CheckpointError as error:
         return [str(error)]
-
-    def check(name: str) -> str | None:
-        return _check_file(directory, name, manifest.files[name], manifest.digest_algorithm)
-
-    wanted = [name for name in manifest.files if names is None or name in names]
-    if num_threads > 1 and len(wanted) > 1:
-        with ThreadPoolExecutor(num_threads) as pool:
-            found = list(pool.map(check, wanted))
-    else:
-        found = [check(name) for name in wanted]
-    problems = [problem for problem in found if problem]
+    wanted = {n: r for n, r in manifest.files.items() if names is None or n in names}
+    found = {name: _check_entry(directory, name, record) for name, record in wanted.items()}
+    whole = [name for name, problem in found.items() if problem is None]
+    algorithm = manifest.digest_algorithm
+    digests = digest_files([directory / n for n in whole], algorithm, num_threads=num_threads)
+    for name, digest in zip(whole, digests):
+        file = directory / name
+        if isinstance(digest, OSError):
+            found[name] = f"{file} cannot be read: {digest}"
+        elif digest != wanted[name].digest:
+            found[name] = f"{file} is damaged: its content does not match its {algorithm} digest"
+    problems = [problem for problem in found.values() if problem]
     if names is None:
         problems += [
             f"{directory / name} is not listed in the manifest"
@@ -269,18 +269,15 @@ def verify(
     return problems
 
 
-def _check_file(directory: Path, name: str, record: FileRecord, algorithm: str) -> str | None:
+def _check_entry(directory: Path, name: str, record: FileRecord) -> str | None:
+    """What is wrong with a file, as far as can be seen without reading it."""
     file = directory / name
     if not os.path.lexists(file):
         return f"{file} is missing"
     if not is_plain_file(directory, name):
         return f"{file} is not a regular file"
     try:
-        size = file.stat().st_size
-        if size != record.size:
-            return f"{file} has {size} bytes instead of {record.size}"
-        if digest_file(file, algorithm) != record.digest:
-            return f"{file} is damaged: its content does not match its {algorithm} digest"
+        size = os.stat(file).st_size
     except OSError as error:
         return f"{file} cannot be read: {error}"
-    return None
+    return f"{file} has {size} bytes instead of {record.size}" if size != record.size else None

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from headway.checkpoint.errors import CheckpointError, MisfitError
+from headway.checkpoint.intake import Destination
 from headway.checkpoint.tensors import ShardReader
 from headway.errors import nearest
 from headway.models.ties import input_embedding_names, listed_ties, split_ties
@@ -125,29 +126,37 @@ def load_model_tensors(
     targets: dict[str, list[str]] = {}
     for name, source in _match(reader, live, elsewhere).items():
         targets.setdefault(source, []).append(name)
+    stored = reader.locate(targets)
     written: dict[str, str] = {}
-    recast = []
-    for source, tensor in reader.items(targets):
+    destinations, recast = [], []
+    for source in stored:
         for name in targets[source]:
             canonical = live.aliases.get(name, name)
             target = live.by_name[name]
             if canonical in written:
-                if written[canonical] != source and not torch.equal(
-                    target, tensor.to(target.device, target.dtype)
-                ):
-                    raise CheckpointError(
-                        f"{name} and {canonical} are one tensor in the model, but "
-                        f"{reader.index_path} holds different values for {source} "
-                        f"and {written[canonical]}"
-                    )
+                if written[canonical] != source:
+                    _require_equal(reader, (canonical, name), (written[canonical], source), target)
                 continue
             written[canonical] = source
-            if target.dtype != tensor.dtype:
+            if target.dtype != stored[source].dtype:
                 recast.append(name)
-            target.copy_(tensor)
+            destinations.append(Destination(stored[source], target))
+    reader.fill(destinations)
     if recast:
         logger.warning(
             "%d tensors are stored in another dtype than the model's and were converted: %s",
             len(recast),
             describe_names(recast),
+        )
+
+
+def _require_equal(
+    reader: ShardReader, names: tuple[str, str], sources: tuple[str, str], target: torch.Tensor
+) -> None:
+    """Two stored tensors for one live tensor must have the same values there."""
+    first, second = (tensor.to(target.dtype) for _, tensor in reader.items(sources))
+    if not torch.equal(first, second):
+        raise CheckpointError(
+            f"{names[1]} and {names[0]} are one tensor in the model, but {reader.index_path} "
+            f"holds different values for {sources[1]} and {sources[0]}"
         )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.intake import Destination
 from headway.checkpoint.model import describe_names
 from headway.checkpoint.tensors import ShardReader, num_bytes, why_not_storable
 from headway.checkpoint.tree import join_tree, split_tree
@@ -194,7 +195,7 @@ def join_optimizer(
     live = {name: param for members in groups for name, param in members.items()}
     _check_fit(optimizer, live, encoded, reader)
     rest_names = [n for n in reader.weight_map if n.startswith(("param_groups/", "shared/"))]
-    rest = join_tree(encoded["rest"], {n: t.clone() for n, t in reader.items(rest_names)})
+    rest = join_tree(encoded["rest"], dict(reader.items(rest_names)))
     chosen = _match_groups(groups, encoded["groups"], rest["param_groups"])
 
     for group, hyperparameters in zip(optimizer.param_groups, chosen):
@@ -309,16 +310,18 @@ def _read_states(
                     on_host = key in saved[name]["on_host"]
                 device = torch.device("cpu") if on_host else param.device
                 places[f"{key}.{name}"] = (name, key, param, device)
-    for full_name, tensor in reader.items(places):
+    destinations = []
+    for full_name, stored in reader.locate(places).items():
         name, key, param, device = places[full_name]
-        current = optimizer.state.get(param, {}).get(key)
-        if (
-            isinstance(current, torch.Tensor)
-            and (current.shape, current.dtype) == (tensor.shape, tensor.dtype)
-            and current.device == device
+        tensor = optimizer.state.get(param, {}).get(key)
+        if not (
+            isinstance(tensor, torch.Tensor)
+            and (tensor.shape, tensor.dtype) == (stored.shape, stored.dtype)
+            and tensor.device == device
         ):
-            current.copy_(tensor)  # no second copy of the moments in device memory
-            states[name][key] = current
-        else:
-            states[name][key] = tensor.to(device, copy=True)
+            tensor = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+        # Where there is one already, no second copy of a moment is made in device memory.
+        states[name][key] = tensor
+        destinations.append(Destination(stored, tensor))
+    reader.fill(destinations)
     return states

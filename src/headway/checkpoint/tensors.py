@@ -4,7 +4,8 @@ Owns: writing (streamed, digested on the way) and reading by name.
 Does not own: which tensors there are (model.py, optimizer.py), the split into files
 (models/shards.py) or the checkpoint's completeness.
 The files are written here rather than by the safetensors library, whose writer needs the whole
-shard in memory a second time or a second read for the digest; they are read by the library.
+shard in memory a second time or a second read for the digest. They are read here as well: the
+library maps files and gives out tensors, and does not fill those that are there (intake.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,31 +24,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headway.checkpoint.digest import DEFAULT_DIGEST
 from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.header import DTYPE_NAMES, StoredTensor, read_header
+from headway.checkpoint.intake import Destination, fill, read
 from headway.checkpoint.jsonfile import read_json
 from headway.checkpoint.storage import DigestWriter, FileRecord, Storage, check_name
 from headway.models.shards import index_name, plan_shards, shard_name
 
 MAX_SHARD_BYTES = 2**31
-
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-DTYPES_BY_NAME = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 def why_not_storable(tensor: torch.Tensor) -> str | None:
@@ -58,7 +41,7 @@ def why_not_storable(tensor: torch.Tensor) -> str | None:
         return "it is on the meta device and has no values"
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return f"its layout is {tensor.layout}"
-    if tensor.dtype not in _DTYPE_NAMES:
+    if tensor.dtype not in DTYPE_NAMES:
         return f"its dtype is {tensor.dtype}"
     return None
 
@@ -84,7 +67,7 @@ class TensorSpec:
 
     @property
     def dtype_name(self) -> str:
-        return _DTYPE_NAMES[self.dtype]
+        return DTYPE_NAMES[self.dtype]
 
     @property
     def num_bytes(self) -> int:
@@ -215,11 +198,15 @@ def index_text(
 
 
 class ShardReader:
-    """Reads the tensors of an index by name, opening shards as they are needed."""
+    """Reads the tensors of an index by name, by `num_threads` threads where there is much."""
 
-    def __init__(self, directory: str | Path, prefix: str) -> None:
+    def __init__(
+        self, directory: str | Path, prefix: str, *, num_threads: int | None = None
+    ) -> None:
         self.directory = Path(directory)
         self.index_path = self.directory / index_name(prefix)
+        self._num_threads = num_threads
+        self._headers: dict[str, dict[str, StoredTensor]] = {}
         index = read_json(self.index_path)
         try:
             self.weight_map: dict[str, str] = dict(index["weight_map"])
@@ -229,48 +216,47 @@ class ShardReader:
         for file_name in set(self.weight_map.values()):
             check_name(file_name)
 
-    def _by_file(self, names: Collection[str] | None) -> dict[str, list[str]]:
+    def locate(self, names: Collection[str] | None = None) -> dict[str, StoredTensor]:
+        """Where tensors lie and what they are, from the file headers, file by file."""
         wanted = self.weight_map if names is None else names
         absent = sorted(set(wanted) - set(self.weight_map))
         if absent:
             raise CheckpointError(f"{self.index_path} does not list {', '.join(absent)}")
-        files: dict[str, list[str]] = {}
-        for name in sorted(wanted):
-            files.setdefault(self.weight_map[name], []).append(name)
-        return files
+        found: dict[str, StoredTensor] = {}
+        for name in sorted(wanted, key=lambda name: (self.weight_map[name], name)):
+            file_name = self.weight_map[name]
+            if file_name not in self._headers:
+                self._headers[file_name] = read_header(self.directory / file_name)
+            if name not in self._headers[file_name]:
+                raise CheckpointError(
+                    f"{self.directory / file_name} lacks {name!r}, which the index places there"
+                )
+            found[name] = self._headers[file_name][name]
+        return found
 
     def shapes(self, names: Collection[str] | None = None) -> dict[str, tuple[int, ...]]:
         """Shapes from the file headers, without reading values."""
-        found: dict[str, tuple[int, ...]] = {}
-        for file_name, members in self._by_file(names).items():
-            with open_tensor_file(self.directory / file_name) as file:
-                for name in members:
-                    found[name] = tuple(_checked(file.get_slice, name, file_name).get_shape())
-        return found
+        return {name: stored.shape for name, stored in self.locate(names).items()}
+
+    def fill(self, destinations: Iterable[Destination]) -> None:
+        """Fill tensors of the right shapes with stored ones, or with parts of them."""
+        fill(destinations, self._num_threads)
 
     def parts(self, wanted: Mapping[str, tuple[slice, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and the wanted part of the tensor, read without the rest; copied into memory."""
-        for file_name, members in self._by_file(wanted).items():
-            with open_tensor_file(self.directory / file_name) as file:
-                for name in members:
-                    stored = _checked(file.get_slice, name, file_name)
-                    # A slice of a tensor without dimensions is not offered by the library.
-                    part = stored[wanted[name]] if wanted[name] else file.get_tensor(name)
-                    yield name, part.clone()
+        """Name and the wanted part of the tensor, in memory of its own, read without the rest."""
+        for name, stored in self.locate(wanted).items():
+            ranges = [part.indices(size) for part, size in zip(wanted[name], stored.shape)]
+            assert all(step == 1 for _, _, step in ranges), "parts have no gaps"
+            offsets = tuple(start for start, _, _ in ranges)
+            shape = tuple(max(0, stop - start) for start, stop, _ in ranges)
+            rest = stored.shape[len(ranges) :]
+            zeros = (0,) * len(rest)
+            yield name, read(stored, offsets + zeros, shape + rest, self._num_threads)
 
     def items(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor, one at a time. The tensor may map the file: copy what is to be kept."""
-        for file_name, members in self._by_file(names).items():
-            with open_tensor_file(self.directory / file_name) as file:
-                for name in members:
-                    yield name, _checked(file.get_tensor, name, file_name)
-
-
-def _checked(get: Any, name: str, file_name: str) -> Any:
-    try:
-        return get(name)
-    except SafetensorError as error:
-        raise CheckpointError(f"{file_name}: tensor {name!r} cannot be read: {error}") from error
+        """Name and tensor, one at a time, in memory of its own."""
+        for name, stored in self.locate(names).items():
+            yield name, read(stored, num_threads=self._num_threads)
 
 
 def open_tensor_file(path: Path) -> Any:
@@ -282,13 +268,18 @@ def open_tensor_file(path: Path) -> Any:
 
 
 def read_tensor_file(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of one safetensors file, copied into memory."""
-    with open_tensor_file(path) as file:
-        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    """All tensors of one safetensors file, in memory of their own."""
+    return _read_together(read_header(path))
 
 
 def read_shards(
     directory: str | Path, prefix: str, names: Collection[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The named tensors (all by default), copied into memory; aliases are not included."""
-    return {n: t.clone() for n, t in ShardReader(directory, prefix).items(names)}
+    """The named tensors (all by default), in memory; aliases are not included."""
+    return _read_together(ShardReader(directory, prefix).locate(names))
+
+
+def _read_together(stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in stored.items()}
+    fill(Destination(one, tensors[name]) for name, one in stored.items())
+    return tensors
