@@ -185,7 +185,10 @@ class Decoder(nn.Module):
         self.lm_head = new_linear(config.hidden_size, config.vocab_size)
         self._tied_weights_keys = self.tied_keys()
         self.tie_weights()
-        if not self.model.norm.weight.is_meta:
+        self._blank: list[tuple[Tensor, torch.dtype, int]] = []
+        if self.model.norm.weight.is_meta:
+            self._blank = [(p, p.dtype, p._version) for p in self.parameters()]
+        else:
             self.init_weights()
 
     def forward(
@@ -239,14 +242,41 @@ class Decoder(nn.Module):
         """Draw all weights anew; needed after building on the meta device and `to_empty`."""
         self.tie_weights()
         self.reset_buffers()
+        for _, weight, draw in self.initial_draws():
+            draw(weight)
+
+    def initial_draws(self) -> Iterator[tuple[str, Tensor, Callable[[Tensor], Any]]]:
+        """Name, parameter and what draws its initial value, in the order of the draws.
+
+        Whoever draws them elsewhere in this order gets the values of `init_weights`.
+        """
         for name, module in self.named_modules():
             if isinstance(module, RMSNorm):
-                nn.init.ones_(module.weight)
+                yield f"{name}.weight", module.weight, nn.init.ones_
             elif isinstance(module, nn.Embedding | nn.Linear):
                 if not (name == "lm_head" and self.config.tie_embeddings):
-                    nn.init.normal_(module.weight, std=self.config.initializer_range)
+                    yield f"{name}.weight", module.weight, self._draw_normal
                 if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
+                    yield f"{name}.bias", module.bias, nn.init.zeros_
+
+    def _draw_normal(self, weight: Tensor) -> Tensor:
+        return nn.init.normal_(weight, std=self.config.initializer_range)
+
+    @property
+    def is_blank(self) -> bool:
+        """On the meta device and as the constructor left it: `init_weights` gives its values.
+
+        False once a parameter was replaced, cast or written to: on the meta device that leaves no
+        other trace.
+        """
+        return (
+            type(self).init_weights is Decoder.init_weights
+            and len(self._blank) == len(list(self.parameters())) > 0
+            and all(
+                p is then and p.is_meta and (p.dtype, p._version) == (dtype, version)
+                for p, (then, dtype, version) in zip(self.parameters(), self._blank)
+            )
+        )
 
     def reset_buffers(self) -> None:
         """Recompute what is in no state dict: the rotary tables."""
