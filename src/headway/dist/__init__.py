@@ -1,6 +1,7 @@
-"""Where this process stands among the others, and on which device it computes.
+"""Where this process stands among the others, how they find and watch each other, on which device.
 
-Owns: the rank facts read from the launcher, the choice of device, seeding.
+Owns: the rank facts read from the launcher, process groups, agreement, the end of a run when one
+rank fails, the choice of device, seeding.
 Does not own: how a model is spread over ranks (strategies/).
 
 Names are exported lazily, so that importing the package does not import torch.
@@ -12,28 +13,61 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headway.dist.agreement import agree_bits, exchange, require_equal
     from headway.dist.device import get_device, get_device_type, resolve_device
     from headway.dist.env import DistributedEnv, DistributedEnvInterface, detect_env
-    from headway.dist.seed import draw_seed, seed_all
+    from headway.dist.failure import PeerFailure, first_to_say, guard_run
+    from headway.dist.group import (
+        DistributedContext,
+        cleanup_distributed,
+        current_context,
+        host_group,
+        init_distributed,
+    )
+    from headway.dist.seed import derive_seed, draw_seed, seed_all
 
 _HOMES = {
+    "agree_bits": "agreement",
+    "exchange": "agreement",
+    "require_equal": "agreement",
+    "PeerFailure": "failure",
+    "first_to_say": "failure",
+    "guard_run": "failure",
+    "DistributedContext": "group",
+    "cleanup_distributed": "group",
+    "current_context": "group",
+    "host_group": "group",
+    "init_distributed": "group",
     "DistributedEnv": "env",
     "DistributedEnvInterface": "env",
     "detect_env": "env",
     "get_device": "device",
     "get_device_type": "device",
     "resolve_device": "device",
+    "derive_seed": "seed",
     "draw_seed": "seed",
     "seed_all": "seed",
 }
 
 __all__ = [
+    "DistributedContext",
     "DistributedEnv",
     "DistributedEnvInterface",
+    "PeerFailure",
+    "agree_bits",
+    "cleanup_distributed",
+    "current_context",
+    "derive_seed",
     "detect_env",
     "draw_seed",
+    "exchange",
+    "first_to_say",
     "get_device",
     "get_device_type",
+    "guard_run",
+    "host_group",
+    "init_distributed",
+    "require_equal",
     "resolve_device",
     "seed_all",
 ]

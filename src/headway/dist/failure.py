@@ -1,0 +1,105 @@
+"""When one rank fails, all of them end soon and say which one it was.
+
+Owns: telling a rank's own error from the loss of another rank, and passing on either.
+Does not own: noticing that a rank is gone (watch.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headway.dist.watch import Failure, Watch
+from headway.errors import ConfigError
+
+# What torch says when the rank at the other end is gone, over gloo and over NCCL.
+_PEER_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "socket timeout",
+    "remote process exited",
+    "no contact with rank",
+    "was lost:",
+    "communicator was aborted",
+    "gloo/transport",
+    "connectfullmesh",
+    "nccl error",
+    "timed out waiting",
+    "application timeout caused pair closure",
+    "failed to recv, got 0 bytes",
+)
+
+
+class PeerFailure(RuntimeError):
+    """Another rank failed or was lost, and this one cannot go on without it.
+
+    `rank` is that rank (None where it could not be told), `reason` what became of it.
+    """
+
+    def __init__(self, failure: Failure, world_size: int) -> None:
+        super().__init__(failure.describe(world_size))
+        self.rank = failure.rank
+        self.reason = failure.reason
+        self.kind = failure.kind
+
+
+@contextmanager
+def guard_run() -> Iterator[None]:
+    """Around everything that ranks do together: an error on one rank becomes known to all.
+
+    The loss of another rank comes out as `PeerFailure`, which names it; an error of this rank
+    comes out as it is, after the others were told. Without a process group nothing happens.
+    """
+    try:
+        yield
+    except PeerFailure:
+        raise
+    except BaseException as error:
+        watch = current_watch()
+        if watch is None:
+            raise
+        if is_peer_loss(error):
+            failure = watch.find_culprit()
+            if failure is not None and failure.rank != watch.rank:
+                raise PeerFailure(failure, watch.world_size) from error
+        tell_failure(error)
+        raise
+
+
+def tell_failure(error: BaseException) -> None:
+    """Tell the other ranks that this one fails with an error of its own."""
+    watch = current_watch()
+    if watch is None or isinstance(error, PeerFailure):
+        return
+    kind = "mistake" if isinstance(error, ConfigError) else "error"
+    first_line = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    watch.report(Failure(watch.rank, first_line, kind))  # type: ignore[arg-type]
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """Whether an error, or what caused it, is how torch reports the loss of another rank."""
+    seen: BaseException | None = error
+    while seen is not None:
+        # An OSError is a connection of the user's own, to a data server perhaps.
+        if isinstance(seen, RuntimeError):
+            text = str(seen).lower()
+            if any(phrase in text for phrase in _PEER_LOST):
+                return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def first_to_say(text: str) -> bool:
+    """Whether this rank is the one to print a text that others may want to print as well."""
+    watch = current_watch()
+    return watch is None or watch.is_first(text)
+
+
+def current_watch() -> Watch | None:
+    """The watch of the process group that is up, if there is one."""
+    from headway.dist import group
+
+    return group.current_watch()

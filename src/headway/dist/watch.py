@@ -1,0 +1,325 @@
+"""The watch that every rank keeps over the others while a process group is up.
+
+Owns: the sign of life each rank gives, noticing a rank that died or stopped, the one record of what
+went wrong, and ending this process when a collective will never return.
+Does not own: what an exception means (failure.py), and when the watch begins and ends (group.py).
+
+Two threads. One talks to the store, over a connection of its own: about once a second it gives a
+sign, reads the record of a failure if there is one, and looks at a few neighbours; whoever finds a
+neighbour lost writes the record that all others read. The other thread never waits for anything,
+so that it can end the process even when the store itself no longer answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import asdict, dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Literal
+
+from headway.dist.processes import ProcessIdentity, look_at
+
+BEAT_S = 1.0
+FROZEN_AFTER_S = 20.0
+"""A rank that gave no sign for so long counts as frozen; HEADWAY_FROZEN_AFTER_S, 0 = never."""
+SILENT_AFTER_S = 4.0
+"""The same when a connection to some rank is known to be lost, so that one of them must be gone."""
+GRACE_S = 3.0
+"""How long a process may take to come out of its collective by itself after another failed."""
+LAST_S = 8.0
+"""How long it may live at all after that."""
+_NUM_NEIGHBOURS = 8
+_ANSWER_S = 3.0
+
+Kind = Literal["error", "mistake", "lost"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended the run: which rank (None: not a rank's fault, or unknown), and why."""
+
+    rank: int | None
+    reason: str
+    kind: Kind = "lost"
+    """'error': an exception of its own; 'mistake': one of the user's; 'lost': gone or silent."""
+
+    def describe(self, world_size: int) -> str:
+        if self.rank is None:
+            return self.reason
+        verb = "was lost" if self.kind == "lost" else "failed"
+        return f"rank {self.rank} of {world_size} {verb}: {self.reason}"
+
+
+class Watch:
+    """One rank's watch over the others. `leave` before the process group goes down."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        members: list[ProcessIdentity],
+        *,
+        keeper: str,
+        keeper_rank: int | None,
+        frozen_after_s: float | None = None,
+    ) -> None:
+        self.rank, self.world_size = rank, len(members)
+        self._store, self._members = store, members
+        self._keeper, self._keeper_rank = keeper, keeper_rank
+        self._frozen_after_s = frozen_limit_s() if frozen_after_s is None else frozen_after_s
+        self._neighbours = [
+            (rank + distance) % self.world_size
+            for distance in range(1, min(_NUM_NEIGHBOURS, self.world_size - 1) + 1)
+        ]
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        self._requests: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._known = threading.Event()
+        self._over = threading.Event()
+        self._suspicious = self._leaving = self._out = False
+        self._last_contact = self._last_look = time.monotonic()
+        self._failed_at = 0.0
+        self.failure: Failure | None = None
+        self._threads = [
+            threading.Thread(target=target, name=f"headway-{name}", daemon=True)
+            for name, target in (("watch", self._talk), ("limit", self._limit))
+        ]
+
+    # -- the process's own side ---------------------------------------------------------------
+
+    def start(self) -> None:
+        """Give the first sign of life and begin to watch."""
+        self._store.set(f"beat/{self.rank}", b"0")
+        self._last_contact = self._last_look = time.monotonic()
+        for thread in self._threads:
+            thread.start()
+
+    def report(self, failure: Failure) -> Failure:
+        """Tell all ranks; returns the failure that was told first, by whomever."""
+        self._out = True
+        self._ask(lambda: self._post(failure))
+        return self.failure or failure
+
+    def find_culprit(self, limit_s: float = LAST_S) -> Failure | None:
+        """After a connection was lost: who is gone. None when all give signs of life."""
+        self._out = self._suspicious = True
+        self._requests.put(None)
+        self._known.wait(limit_s)
+        return self.failure
+
+    def is_first(self, text: str) -> bool:
+        """Whether no other rank has asked this of the same text; True when nobody can tell."""
+        return self._ask(lambda: self._claim(text)) is not False
+
+    def leave(self) -> None:
+        """From here on no rank is missed; for the time when all end together."""
+        self._leaving = True
+
+    def wait_until_known(self) -> None:
+        """Where this process holds the store: let the others read of a failure before it ends."""
+        if self._keeper_rank == self.rank and self.failure is not None:
+            deadline = time.monotonic() + _ANSWER_S
+            while time.monotonic() < deadline:
+                if (self._ask(lambda: self._store.add("seen", 0)) or 0) >= self.world_size:
+                    return
+                time.sleep(0.05)
+
+    def stop(self, *, ended_well: bool = True) -> None:
+        """End the watch. `ended_well`: the others need not look for this rank."""
+        if self._over.is_set():
+            return
+        self.leave()
+        if ended_well:
+            self._ask(lambda: self._store.set(f"left/{self.rank}", b"1"))
+        self._over.set()
+        self._requests.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_ANSWER_S)
+
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        """Have the talking thread do something; None when it does not in time."""
+        if self._over.is_set() or not self._threads[0].is_alive():
+            return None
+        answer: Future[Any] = Future()
+        self._requests.put((request, answer))
+        deadline = time.monotonic() + _ANSWER_S
+        while time.monotonic() < deadline and self._threads[0].is_alive():
+            try:
+                return answer.result(0.1)
+            except FutureTimeout:
+                continue
+            except RuntimeError:
+                break
+        return None
+
+    # -- the thread that talks ------------------------------------------------------------------
+
+    def _talk(self) -> None:
+        count, next_beat = 0, time.monotonic()
+        try:
+            while not self._over.is_set():
+                now = time.monotonic()
+                if now >= next_beat:
+                    count += 1
+                    self._store.set(f"beat/{self.rank}", str(count).encode())
+                    self._look()
+                    self._last_contact = time.monotonic()
+                    next_beat = now + (BEAT_S / 4 if self._suspicious else BEAT_S)
+                self._serve(max(0.0, next_beat - time.monotonic()))
+        except RuntimeError as error:
+            if not self._leaving and not self._over.is_set():
+                self._blame_keeper(str(error).partition("\n")[0])
+
+    def _serve(self, wait_s: float) -> None:
+        try:
+            item = self._requests.get(timeout=wait_s)
+        except Empty:
+            return
+        if item is None:
+            return
+        request, answer = item
+        try:
+            answer.set_result(request())
+        except RuntimeError as error:
+            answer.set_exception(error)
+            raise
+
+    def _look(self) -> None:
+        """Read the record; look at the neighbours, or at everyone when someone must be gone."""
+        if self.failure is None and self._store.check(["failure"]):
+            self._learn(_read(self._store.get("failure")))
+        now = time.monotonic()
+        if now - self._last_look > 3 * BEAT_S:
+            # This process itself stood still (a suspended machine, a stopped job): its notes of
+            # when others gave a sign are worth nothing.
+            self._beats.clear()
+        self._last_look = now
+        if self.failure is not None or self._leaving:
+            return
+        everyone = [number for number in range(self.world_size) if number != self.rank]
+        watched = everyone if self._suspicious else self._neighbours
+        limit_s = SILENT_AFTER_S if self._suspicious else self._frozen_after_s
+        signs = self._store.multi_get([f"beat/{number}" for number in watched])
+        for number, sign in zip(watched, signs):
+            failure = self._judge(number, sign, now, limit_s)
+            if failure is not None:
+                self._post(failure)
+                return
+
+    def _judge(self, number: int, sign: bytes, now: float, limit_s: float) -> Failure | None:
+        process = self._members[number]
+        state = look_at(process)
+        before, since = self._beats.get(number, (b"", now))
+        if sign != before:
+            before, since = sign, now
+        self._beats[number] = (before, since)
+        where = f"process {process.pid} on {process.host}"
+        if state != "gone" and (not limit_s or now - since < limit_s):
+            return None
+        if self._store.check([f"left/{number}"]):
+            if self._suspicious:
+                return Failure(number, f"it ended before the others ({where})")
+            return None
+        if state == "gone":
+            return Failure(number, f"its process is gone: killed, or ended at once ({where})")
+        how = "is stopped (SIGSTOP)" if state == "stopped" else "does not answer"
+        return Failure(number, f"it {how}, no sign of life for {now - since:.0f} s ({where})")
+
+    def _post(self, failure: Failure) -> None:
+        """Write the record unless there is one, and take the one that is there."""
+        text = json.dumps(asdict(failure))
+        self._learn(_read(self._store.compare_set("failure", "", text)))
+
+    def _learn(self, failure: Failure) -> None:
+        if self.failure is not None:
+            return
+        self._note(failure)
+        self._store.add("seen", 1)
+        text = failure.describe(self.world_size)
+        # A mistake of the user's is told where it is caught, in the words of the command line.
+        if failure.kind != "mistake" and self._claim(text):
+            say(text)
+
+    def _claim(self, text: str) -> bool:
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return int(self._store.add(f"said/{digest}", 1)) == 1
+
+    def _note(self, failure: Failure) -> None:
+        self._failed_at = time.monotonic()
+        self.failure = failure
+        self._known.set()
+
+    def _blame_keeper(self, detail: str) -> None:
+        """The store is gone, and with it the way to tell others: each rank is on its own."""
+        rank = self._keeper_rank
+        failure = Failure(rank, f"{self._keeper} no longer keeps the store of the run ({detail})")
+        if rank == self.rank:
+            return
+        if self.failure is None:
+            self._note(failure)
+            say(f"rank {self.rank}: {failure.describe(self.world_size)}")
+
+    # -- the thread that never waits ------------------------------------------------------------
+
+    def _limit(self) -> None:
+        while not self._over.wait(0.25):
+            now = time.monotonic()
+            failure = self.failure
+            if failure is None:
+                silent_s = now - self._last_contact
+                if self._frozen_after_s and silent_s > self._frozen_after_s + BEAT_S:
+                    self._blame_keeper(f"no answer for {silent_s:.0f} s")
+                continue
+            since_s = now - self._failed_at
+            if since_s > LAST_S or (since_s > GRACE_S and not self._out and not self._leaving):
+                end_process(2 if failure.kind == "mistake" else 1)
+
+
+def frozen_limit_s() -> float:
+    """How long a rank may give no sign of life; 0 means for ever."""
+    text = os.environ.get("HEADWAY_FROZEN_AFTER_S", "").strip()
+    try:
+        return max(0.0, float(text)) if text else FROZEN_AFTER_S
+    except ValueError:
+        from headway.errors import ConfigError
+
+        raise ConfigError(
+            f"HEADWAY_FROZEN_AFTER_S: {text!r} is not a number of seconds; allowed: 0 (never) and "
+            "up"
+        ) from None
+
+
+def say(text: str) -> None:
+    """One line on stderr, past Python's buffers: another thread may hold them for ever."""
+    try:
+        os.write(2, f"error: {text}\n".encode())
+    except OSError:
+        pass
+
+
+def end_process(code: int) -> None:
+    """End at once, leaving the code where the launcher looks for it."""
+    from headway.dist.exits import note_exit
+
+    note_exit(code, victim=True)
+    flush = threading.Thread(target=_flush, daemon=True)
+    flush.start()
+    flush.join(0.5)
+    os._exit(code)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _read(text: bytes) -> Failure:
+    return Failure(**json.loads(text))
