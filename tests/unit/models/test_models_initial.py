@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,29 +78,20 @@ def test_a_part_is_cut_from_the_same_draws() -> None:
 def test_one_value_at_a_time_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     meta = _on_meta(lambda: tiny_decoder(num_layers=3))
     parts = {name: (slice(0, 1),) * p.dim() for name, p in meta.named_parameters()}
-    held: list[int] = []
+    drawn: list[weakref.ref[torch.Tensor]] = []
+    num_alive: list[int] = []
     draw = nn.init.normal_
 
     def watched_draw(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
-        held.append(_host_bytes() - before - tensor.numel() * 4)
+        num_alive.append(sum(one() is not None for one in drawn))
+        drawn.append(weakref.ref(tensor))
         return draw(tensor, **options)
 
     monkeypatch.setattr(nn.init, "normal_", watched_draw)
-    before = _host_bytes()
     for _, value in initial_tensors(_Source(), meta, list(parts), parts):
-        assert value.numel() == 1
-    assert len(held) > 10
-    assert max(held) < 1024, "something else is held while a value is drawn"
-
-
-def _host_bytes() -> int:
-    gc.collect()
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in gc.get_objects()
-        if issubclass(type(t), torch.Tensor) and not t.is_meta
-    }
-    return sum(storages.values())
+        assert value.untyped_storage().nbytes() == 4, "a part keeps nothing of the rest"
+    assert len(drawn) > 10
+    assert not any(num_alive), "an earlier value is still held while the next one is drawn"
 
 
 def _loads_its_own_values() -> Decoder:
