@@ -10,18 +10,38 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headway.args import TrainingArguments
+    from headway.args import (
+        AccelTrainingArguments,
+        DDPTrainingArguments,
+        FSDP2TrainingArguments,
+        PipelineTrainingArguments,
+        TrainingArguments,
+    )
     from headway.config.duration import Duration
     from headway.engine.events import TrainerCallback
     from headway.engine.state import TrainerControl, TrainerState
     from headway.errors import ConfigError
+    from headway.trainers.parallel import (
+        AccelTrainer,
+        DDPTrainer,
+        FSDP2Trainer,
+        PipelineTrainer,
+    )
     from headway.trainers.trainer import Trainer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccelTrainer",
+    "AccelTrainingArguments",
     "ConfigError",
+    "DDPTrainer",
+    "DDPTrainingArguments",
     "Duration",
+    "FSDP2Trainer",
+    "FSDP2TrainingArguments",
+    "PipelineTrainer",
+    "PipelineTrainingArguments",
     "Trainer",
     "TrainerCallback",
     "TrainerControl",
@@ -37,6 +57,14 @@ _HOMES = {
     "TrainerControl": "headway.engine.state",
     "TrainerState": "headway.engine.state",
     "TrainingArguments": "headway.args",
+    **{
+        f"{kind}{what}": home
+        for kind in ("Accel", "DDP", "FSDP2", "Pipeline")
+        for what, home in (
+            ("Trainer", "headway.trainers.parallel"),
+            ("TrainingArguments", "headway.args"),
+        )
+    },
 }
 
 

@@ -133,9 +133,9 @@ RUN_FILES = [
     Case("evaluation without data", args(eval_strategy="steps"), ("data.eval", "eval_strategy")),
     Case("best model without evaluation", args(load_best_model_at_end=True), ("eval_strategy",)),
     Case("pickled weights", args(save_safetensors=False), ("save_safetensors", "convert")),
-    # Announced, not there yet.
-    Case("trainer of later", {"trainer": "fsdp2"}, ("trainer", "fsdp2", "not available yet")),
     Case("unknown trainer", {"trainer": "dpp"}, ("trainer", "did you mean 'ddp'")),
+    Case("pipeline of one", {"trainer": "pipeline"}, ("PipelineTrainer", "two ranks", "--nproc 2")),
+    # Announced, not there yet.
     Case("option of later", args(torch_compile=True), ("torch_compile", "not available yet")),
     # Components.
     Case("unknown class", train("TokenDatset"), ("TokenDatset", "did you mean 'TokenDataset'")),

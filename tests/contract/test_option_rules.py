@@ -199,7 +199,7 @@ def test_every_pending_option_is_known_and_refused():
     for option in pending.PENDING:
         assert option in options
         assert options[option].pending
-    args = make("ddp", {"dispatch_batches": False, "ddp.static_graph": True})
+    args = make("ddp", {"torch_compile": True, "gc_threshold": 0.7})
     with pytest.raises(ConfigError) as caught:
         args.validate()
     assert len(caught.value.problems) == 2

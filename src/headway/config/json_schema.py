@@ -9,10 +9,9 @@ import dataclasses
 import typing
 from typing import Any
 
-from headway.args import TrainingArguments
+from headway.args import DDPArguments, FSDP2Arguments, PostLocalSGDArguments
 from headway.config import rules_values
 from headway.config.fields import doc_of
-from headway.config.pending import PENDING_TRAINERS
 from headway.config.registry import DEFAULT_MODEL
 from headway.config.rules import defaults
 from headway.config.schema import ARGUMENT_CLASSES, Component, DataConfig, RunConfig
@@ -20,6 +19,12 @@ from headway.config.typecheck import field_types, members
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
+_ARGUMENTS = (
+    *ARGUMENT_CLASSES.values(),
+    DDPArguments,
+    PostLocalSGDArguments,
+    FSDP2Arguments,
+)
 _SCALARS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 _NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -54,8 +59,19 @@ def run_schema() -> dict[str, Any]:
             },
         ],
     }
-    available = [name for name in ARGUMENT_CLASSES if name not in PENDING_TRAINERS]
-    properties["trainer"]["enum"] = available
+    properties["trainer"]["enum"] = list(ARGUMENT_CLASSES)
+    # What `args` may hold depends on the trainer.
+    properties["args"] = {"description": properties["args"]["description"], "type": "object"}
+    by_trainer = [
+        {
+            "if": {
+                "properties": {"trainer": {"const": name}},
+                **({} if name == "single" else {"required": ["trainer"]}),
+            },
+            "then": {"properties": {"args": {"$ref": f"#/$defs/{cls.__name__}"}}},
+        }
+        for name, cls in ARGUMENT_CLASSES.items()
+    ]
     properties["extends"] = {
         "description": "A run file, or several, that this one builds on; relative to this file.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
@@ -64,8 +80,9 @@ def run_schema() -> dict[str, Any]:
         "$schema": DIALECT,
         "title": "Headway run file",
         **run,
+        "allOf": by_trainer,
         "$defs": {
-            cls.__name__: _object_schema(cls) for cls in (Component, DataConfig, TrainingArguments)
+            cls.__name__: _object_schema(cls) for cls in (Component, DataConfig, *_ARGUMENTS)
         },
     }
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.config import arguments, components, pending
+from headway.config import arguments, components
 from headway.config.document import Node, merge, read_file, read_text
 from headway.config.registry import DEFAULT_MODEL
 from headway.config.schema import ARGUMENT_CLASSES, Component, DataConfig, RunConfig
@@ -203,8 +203,6 @@ class _Reader:
         if not isinstance(name, str) or name not in ARGUMENT_CLASSES:
             self.add("trainer", unknown("trainer", name, ARGUMENT_CLASSES))
             return "single"
-        if name in pending.PENDING_TRAINERS:
-            self.add("trainer", pending.not_yet("trainer", name, pending.PENDING_TRAINERS[name]))
         return name
 
     def read_args(self, trainer: str) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 from headway.config.rules import default_of
 from headway.config.typecheck import Problem
 
-PARALLEL = "parallel strategies"
 PRECISION = "precision and compilation"
 CHECKPOINTS = "the checkpoint engine"
 TRACKERS = "experiment trackers"
@@ -40,19 +39,6 @@ PENDING: dict[str, str] = {
     "construct_model_on": PRECISION,
     "activation_memory_budget": PRECISION,
     "fuse_optim_with_backward": PRECISION,
-    "dispatch_batches": PARALLEL,
-    "dispatch_eval_batches": PARALLEL,
-    "ddp": PARALLEL,
-    "post_local_sgd": PARALLEL,
-    "fsdp2": PARALLEL,
-    "n_microbatches": PARALLEL,
-    "stages_per_rank": PARALLEL,
-    "pp_stage_type": PARALLEL,
-    "is_multistage": PARALLEL,
-    "debug_pipeline": PARALLEL,
-    "debug_split_model": PARALLEL,
-    "debug_model_params": PARALLEL,
-    "debug_model_init": PARALLEL,
 }
 
 # Values that mean the same as the default.
@@ -62,10 +48,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "torch_compile_mode": ("default",),
     "mixed_precision": ("no",),
 }
-
-PENDING_TRAINERS: dict[str, str] = dict.fromkeys(
-    ("accelerate", "ddp", "fsdp2", "pipeline"), PARALLEL
-)
 
 
 def find_pending(args: Any, *, skip: Collection[str] = ()) -> list[Problem]:

@@ -6,6 +6,7 @@ Does not own: the order of samples, which derives from (seed, epoch, index) in d
 
 from __future__ import annotations
 
+import hashlib
 import random
 import secrets
 
@@ -21,6 +22,12 @@ def draw_seed() -> int:
     31 bits, so that it fits every consumer, NumPy's legacy generator included.
     """
     return secrets.randbelow(2**31)
+
+
+def derive_seed(seed: int, rank: int) -> int:
+    """A seed of a rank's own, far from those of the other ranks and of other runs."""
+    digest = hashlib.blake2b(f"{seed}/{rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & MAX_SEED
 
 
 def seed_all(seed: int) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headway.data.counting import count_samples
 from headway.data.loader import WindowLoader
 from headway.engine.events import EventBus
 from headway.errors import ConfigError
@@ -65,18 +64,18 @@ def run_evaluation(
     sums = torch.zeros(2, dtype=_widest(device), device=device)  # loss, targets
     num_batches, num_samples, started_s = 0, 0, time.monotonic()
     result = EvalResult({})
-    for batch in loader.batches():
+    for window in strategy.feed(loader, training=False):
         if 0 <= max_steps <= num_batches:
             break
         if must_end is not None and must_end():
             return None
-        step = strategy.eval_forward(batch, objective, with_logits=keep_outputs)
-        if step.loss_sum is not None:
+        step = strategy.eval_forward(window.micro_batches[0], objective, with_logits=keep_outputs)
+        num_batches += 1
+        num_samples += (window.totals or window).num_samples
+        if step.loss_sum is not None and not window.num_fillers:
             sums[0] += step.loss_sum
             sums[1] += step.num_targets
-        num_batches += 1
-        num_samples += count_samples(batch)
-        if keep_outputs:
+        if keep_outputs and not window.num_fillers:
             _keep(result, step.logits, step.labels)
         bus.fire("on_prediction_step")
     if num_batches == 0:

@@ -7,6 +7,7 @@ agreed. Devices belong to the strategy, cadence to the triggers, bytes to the ch
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from headway.args import TrainingArguments
 from headway.checkpoint.background import BackgroundSaver
 from headway.data.loader import Window, WindowLoader
 from headway.engine.best import update_best
+from headway.engine.counts import count_window
 from headway.engine.events import EventBus
 from headway.engine.interval import Interval
 from headway.engine.metrics import GRAD_NORM, LEARNING_RATE, TRAIN_LOSS, MetricBuffer
@@ -35,9 +37,11 @@ logger = logging.getLogger(__name__)
 
 # Without a log cadence in steps, metrics still leave the device now and then.
 _MOST_BUFFERED_STEPS = 1000
-_LOG, _EVALUATE, _SAVE, _STOP, _ABORT, _ROLLBACK, _END_EPOCH, _SIGNAL, _SAVED = (
-    1 << n for n in range(9)
-)
+(
+    _LOG, _EVALUATE, _SAVE, _STOP, _ABORT, _ROLLBACK, _SKIP_DATA, _END_EPOCH, _SAVED, _DONE,
+    _INTERRUPT, _SIGINT, _SIGTERM,
+) = (1 << n for n in range(13))  # fmt: skip
+_BY_SIGNAL = {signal.SIGINT: _SIGINT, signal.SIGTERM: _SIGTERM}
 
 
 class NonFiniteError(RuntimeError):
@@ -86,11 +90,16 @@ class TrainingLoop:
         self.signals = signals
         self.stopped = False
         self.aborted = False
-        self.interrupted = False
-        """Stopped from outside (signal, `stop_at`) before its length was done."""
+        self.interrupted_by: str | None = None
+        """What stopped it from outside before its length was done: a signal, or `stop_at`."""
         self.losses_sum, self.num_steps, self.num_samples = 0.0, 0, 0
         self._interval = Interval(parts.state)
-        self._clock = Clock(time.monotonic(), parts.state.train_seconds)
+        self._clock = Clock(
+            time.monotonic(),
+            parts.state.train_seconds,
+            stands=not parts.state.is_world_process_zero,
+        )
+        self._done = False
         self._evaluated_step = self._saved_step = -1
         self._last_metrics: dict[str, float] | None = None
         self._stepped = False
@@ -100,41 +109,52 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Train until the length is done or a stop is asked for."""
-        self._start_triggers()
-        if self._length_done():
+        self._start()
+        if self._done:
             logger.warning(
                 "nothing to train: step %d is done and the run's length ends there",
                 self.parts.state.global_step,
             )
         try:
-            while not (self._told_to_stop() or self._length_done()):
+            while not (self._told_to_stop() or self._done):
                 self._epoch()
             if not self.aborted:
                 self._finish()
-        except Exception:
-            self._rescue()
+        except Exception as error:
+            self._rescue(error)
             raise
 
-    def _start_triggers(self) -> None:
+    def _start(self) -> None:
+        """Count from where the run stands."""
         p = self.parts
         for trigger in (p.log_trigger, p.eval_trigger, p.save_trigger):
             trigger.start(p.state, p.state.train_seconds)
+        self._done = bool(p.strategy.agree(self._length_bits(time.monotonic())) & _DONE)
 
     def _told_to_stop(self) -> bool:
         """Also where no step was done: in `on_train_begin`, `on_epoch_begin`, or at `stop_at`."""
         control = self.parts.bus.control
-        if self.parts.length.interrupted(self.parts.state, self._clock, time.monotonic()):
-            self.stopped = self.interrupted = True
         wanted = _STOP * control.should_training_stop | _ABORT * control.should_abort_without_save
-        wanted |= _SIGNAL * (self.signals.stop_signal is not None)
-        wanted = self.parts.strategy.agree(wanted)
-        self.aborted |= bool(wanted & _ABORT)
-        self.interrupted |= bool(wanted & _SIGNAL)
-        self.stopped |= bool(wanted)
+        wanted |= self._outside_bits() | self._length_bits(time.monotonic())
+        self._note_stops(self.parts.strategy.agree(wanted))
         return self.stopped
 
-    def _length_done(self) -> bool:
-        return self.parts.length.finished(self.parts.state, self._clock, time.monotonic())
+    def _outside_bits(self) -> int:
+        """What asks from outside for an end."""
+        stop = self.signals.stop_signal
+        return 0 if stop is None else _INTERRUPT | _BY_SIGNAL[stop]
+
+    def _length_bits(self, now_s: float) -> int:
+        p = self.parts
+        bits = _DONE * p.length.finished(p.state, self._clock, now_s)
+        return bits | _INTERRUPT * p.length.interrupted(p.state, self._clock, now_s)
+
+    def _note_stops(self, agreed: int) -> None:
+        self.aborted |= bool(agreed & _ABORT)
+        if agreed & _INTERRUPT:
+            by = next((s.name for s, bit in _BY_SIGNAL.items() if agreed & bit), "stop_at")
+            self.interrupted_by = self.interrupted_by or by
+        self.stopped |= bool(agreed & (_ABORT | _INTERRUPT | _STOP))
 
     def _epoch(self) -> None:
         p = self.parts
@@ -144,14 +164,14 @@ class TrainingLoop:
             return
         first_step, fresh = p.state.global_step, p.loader.position == 0
         self._last_step.leave()
-        for window in p.loader.windows():
+        for window in p.strategy.feed(p.loader):
             self._step(window)
             if not self._stepped:
                 self._stepped = True
                 p.on_first_step()
             if self._boundary():  # rolled back: the windows in flight are of another time
                 return
-            if self.stopped or p.bus.control.should_epoch_stop or self._length_done():
+            if self.stopped or p.bus.control.should_epoch_stop or self._done:
                 break
             self._last_step.leave()
         self._last_step.reach()
@@ -161,7 +181,7 @@ class TrainingLoop:
                 f"(per_device_train_batch_size={p.args.per_device_train_batch_size}, "
                 f"dataloader_drop_last={p.args.dataloader_drop_last})"
             )
-        complete = not self.stopped and not self._length_done()
+        complete = not self.stopped and not self._done
         if complete or p.loader.at_end or p.bus.control.should_epoch_stop:
             # The position moves on before anything is saved, so that a checkpoint made at the
             # end of an epoch resumes at the start of the next.
@@ -178,7 +198,8 @@ class TrainingLoop:
         p, state, fire = self.parts, self.parts.state, self.parts.bus.fire
         fire("on_step_begin")
         fire("on_window", window=window)
-        num_targets = window.num_target_tokens
+        totals = count_window(window, p.strategy, changed=p.bus.listens("on_window"))
+        num_targets = totals.num_target_tokens
         if isinstance(num_targets, int):
             num_targets = max(1, num_targets)
         loss = p.strategy.forward_backward(window, p.objective, num_targets, fire)
@@ -191,11 +212,11 @@ class TrainingLoop:
         learning_rate = p.optimizer.param_groups[0]["lr"]
         if p.scheduler is not None:
             p.scheduler.step()
-        fire("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=window.num_tokens)
+        fire("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=totals.num_tokens)
         state.global_step += 1
-        state.num_input_tokens_seen += window.num_tokens
-        state.total_flos += p.flops_per_token * window.num_tokens
-        self.num_samples += window.num_samples
+        state.num_input_tokens_seen += totals.num_tokens
+        state.total_flos += p.flops_per_token * totals.num_tokens
+        self.num_samples += totals.num_samples
         in_epoch = p.loader.epoch_fraction
         if in_epoch is None:
             in_epoch = (state.global_step - state.epoch_start_step) / p.steps_per_epoch
@@ -221,11 +242,11 @@ class TrainingLoop:
             wanted |= _SAVE
         if self.signals.take_save_request():
             wanted |= _SAVE
-        if self.signals.stop_signal is not None or p.length.interrupted(state, self._clock, now):
-            wanted |= _SIGNAL
+        wanted |= self._outside_bits() | self._length_bits(now)
         if p.saves.finished:
             wanted |= _SAVED
         wanted = p.strategy.agree(wanted)
+        self._done = bool(wanted & _DONE)
         if not wanted:
             if p.metrics.num_steps >= _MOST_BUFFERED_STEPS:
                 self._flush()
@@ -248,6 +269,7 @@ class TrainingLoop:
             | _STOP * control.should_training_stop
             | _ABORT * control.should_abort_without_save
             | _ROLLBACK * control.rollback
+            | _SKIP_DATA * (control.rollback and control.rollback_skip_data)
             | _END_EPOCH * control.should_epoch_stop
         )
         control.should_log = control.should_evaluate = control.should_save = False
@@ -259,23 +281,17 @@ class TrainingLoop:
         p, given_up = self.parts, _ABORT | _ROLLBACK
         due = wanted & _EVALUATE or (wanted & _SAVE and p.args.eval_on_save)
         if due and not wanted & given_up:
-            if not self._evaluate():
-                wanted |= _SIGNAL
+            wanted |= self._evaluate()
             wanted |= p.strategy.agree(self._take_flags())
         # An evaluation may have found that this state is not worth keeping.
         if wanted & _SAVE and not wanted & given_up:
             self._save()
             wanted |= p.strategy.agree(self._take_flags())
         p.bus.control.should_epoch_stop = bool(wanted & _END_EPOCH)
-        if wanted & _ABORT:
-            self.stopped = self.aborted = True
-        elif wanted & _ROLLBACK:
-            self._rollback()
+        if wanted & _ROLLBACK and not wanted & _ABORT:
+            self._rollback(bool(wanted & _SKIP_DATA))
             return True
-        elif wanted & _SIGNAL:
-            self.stopped = self.interrupted = True
-        elif wanted & _STOP:
-            self.stopped = True
+        self._note_stops(wanted)
         return False
 
     def _act_at_epoch_end(self) -> None:
@@ -331,35 +347,45 @@ class TrainingLoop:
             return
         record = self._interval.record(p.state)
         if p.strategy.device.type == "cuda":
-            record["peak_mem_allocated"] = [torch.cuda.max_memory_allocated(p.strategy.device)]
+            record["peak_mem_allocated"] = self._peak_bytes_of_ranks()
             torch.cuda.reset_peak_memory_stats(p.strategy.device)
         self._interval = Interval(p.state)
         p.log(record, True)
 
-    def _evaluate(self) -> bool:
-        """Returns False if a stop was asked for before it was through: then it did not happen."""
-        self._flush()
+    def _peak_bytes_of_ranks(self) -> list[int]:
         p = self.parts
-        metrics = p.evaluate(self._must_end)
+        peaks = torch.zeros(p.args.world_size, dtype=torch.float64)
+        peaks[p.args.process_index] = torch.cuda.max_memory_allocated(p.strategy.device)
+        return [int(peak) for peak in p.strategy.reduce(peaks, "sum").tolist()]
+
+    def _evaluate(self) -> int:
+        """Returns what ended it before it was through, if anything: then it did not happen."""
+        self._flush()
+        p, ended_by = self.parts, 0
+
+        def must_end() -> bool:
+            """Whether whoever stops this process does not want to wait."""
+            nonlocal ended_by
+            late = p.length.out_of_time(self._clock, time.monotonic())
+            ended_by = p.strategy.agree(self._outside_bits() | _INTERRUPT * late)
+            return bool(ended_by)
+
+        metrics = p.evaluate(must_end)
         if metrics is None:
             logger.warning("the evaluation at step %d ended early, unused", p.state.global_step)
-            return False
+            return ended_by
         self._evaluated_step, self._last_metrics = p.state.global_step, metrics
         update_best(p.state, p.args, metrics)
-        return True
+        return 0
 
-    def _must_end(self) -> bool:
-        """Whether whoever stops this process does not want to wait."""
-        p = self.parts
-        due = self.signals.stop_signal is not None or p.length.out_of_time(
-            self._clock, time.monotonic()
-        )
-        return bool(p.strategy.agree(_SIGNAL * due))
-
-    def _rescue(self) -> None:
+    def _rescue(self, error: Exception) -> None:
         """After an error: save the last completed step where `save_on_error` asks for it."""
         p = self.parts
         if not p.args.save_on_error or self.aborted:
+            return
+        if p.strategy.data_shard().world_size > 1 and not isinstance(error, NonFiniteError):
+            # A save takes all ranks, and the others are not where this one is.
+            logger.error("save_on_error: only one of several ranks failed, so nothing is saved")
             return
         try:
             if not self._last_step.recover():
@@ -380,12 +406,12 @@ class TrainingLoop:
         evaluated_here = self._evaluated_step == p.state.global_step
         p.save(self._last_metrics if evaluated_here else None)
 
-    def _rollback(self) -> None:
+    def _rollback(self, skip_data: bool) -> None:
         p = self.parts
         self._flush()
-        skip_data, p.bus.control.rollback_skip_data = p.bus.control.rollback_skip_data, False
+        p.bus.control.rollback_skip_data = False
         p.rollback(skip_data)
-        self._start_triggers()
+        self._start()
         self._interval = Interval(p.state)
         self._evaluated_step = self._saved_step = -1
 
@@ -396,10 +422,11 @@ class TrainingLoop:
             self._log()
         self._flush()
         # Whoever interrupts is waiting: no evaluation then.
-        if self._evaluates and self._evaluated_step != p.state.global_step and not self.interrupted:
-            self.interrupted = not self._evaluate()
-        idle = self.interrupted and not self._stepped
-        saves = self._saves or self.signals.take_save_request()
+        waiting = self.interrupted_by is not None
+        if self._evaluates and self._evaluated_step != p.state.global_step and not waiting:
+            self._note_stops(self._evaluate())
+        idle = self.interrupted_by is not None and not self._stepped
+        saves = p.strategy.agree(self._saves or self.signals.take_save_request())
         if saves and self._saved_step != p.state.global_step and not idle:
             self._save()
         p.state.train_seconds = self._clock.of_run(time.monotonic())

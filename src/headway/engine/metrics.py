@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import zlib
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
@@ -64,7 +65,9 @@ class MetricMergeStrategy(StrEnum):
     min = "min"
 
 
-Reduce = Callable[[Tensor, ReduceType], Tensor]
+Reduce = Callable[[Tensor, str], Tensor]
+# Each rank has its share of the loss; the other figures of the loop are the same on all.
+_LOOP_TYPES = {TRAIN_LOSS: ReduceType.sum}
 
 
 def _tensor(value: Value) -> Tensor:
@@ -74,18 +77,22 @@ def _tensor(value: Value) -> Tensor:
 class _Entry:
     """One metric of one step: the value so far and how many records went into it."""
 
-    __slots__ = ("count", "value")
+    __slots__ = ("count", "reduce_type", "value")
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: Value, reduce_type: ReduceType | None) -> None:
         self.value = value
         self.count = 1
+        self.reduce_type = reduce_type
 
 
 class MetricBuffer:
-    """Metrics since the last flush, by step and name."""
+    """Metrics since the last flush, by step and name.
+
+    With `reduce`, which joins a tensor over ranks, a flush is something all ranks do together.
+    """
 
     def __init__(self, reduce: Reduce | None = None) -> None:
-        self._reduce = reduce
+        self.reduce = reduce
         self._steps: dict[int, dict[str, _Entry]] = {}
         self._reduce_types: dict[str, ReduceType | None] = {}
 
@@ -127,13 +134,13 @@ class MetricBuffer:
         if name in entries:
             self._merge(name, entries[name], value, merge or MetricMergeStrategy.warn)
         else:
-            entries[name] = _Entry(value)
+            entries[name] = _Entry(value, kind)
 
     def record_step(self, step: int, values: dict[str, Value]) -> None:
         """The loop's own metrics of one step: names and types known, so nothing to check."""
         entries = self._steps.setdefault(step, {})
         for name, value in values.items():
-            entries[name] = _Entry(value)
+            entries[name] = _Entry(value, _LOOP_TYPES.get(name))
 
     def _merge(self, name: str, entry: _Entry, value: Value, merge: MetricMergeStrategy) -> None:
         if merge is MetricMergeStrategy.warn:
@@ -166,6 +173,8 @@ class MetricBuffer:
         steps, self._steps = self._steps, {}
         if not steps:
             return []
+        if self.reduce is not None:
+            _reduce_over_ranks(steps, self.reduce)
         slots: list[tuple[dict[str, float], str]] = []
         waiting: list[Tensor] = []
         result: list[tuple[int, dict[str, float]]] = []
@@ -173,9 +182,7 @@ class MetricBuffer:
             numbers: dict[str, float] = {}
             result.append((step, numbers))
             for name, entry in steps[step].items():
-                value, reduce_type = entry.value, self._reduce_types.get(name)
-                if self._reduce is not None and reduce_type is not None:
-                    value = self._reduce(_tensor(value), reduce_type)
+                value = entry.value
                 if isinstance(value, Tensor):
                     numbers[name] = math.nan  # keeps the order of recording
                     slots.append((numbers, name))
@@ -189,6 +196,34 @@ class MetricBuffer:
             if loss is not None and loss < 10:
                 numbers[PERPLEXITY] = math.exp(loss)
         return result
+
+
+def _reduce_over_ranks(steps: dict[int, dict[str, _Entry]], reduce: Reduce) -> None:
+    """Put the value of all ranks in the place of this rank's: one collective for each type."""
+    by_type: dict[ReduceType, list[tuple[str, _Entry]]] = {}
+    for step in sorted(steps):
+        for name, entry in sorted(steps[step].items()):
+            if entry.reduce_type is not None:
+                by_type.setdefault(entry.reduce_type, []).append((f"{step} {name}", entry))
+    listed = [f"{kind} {what}" for kind in sorted(by_type) for what, _ in by_type[kind]]
+    # Ranks that bring different metrics would add up unlike things, or wait for ever.
+    digest = float(zlib.crc32("\n".join(listed).encode()))
+    largest, smallest = reduce(torch.tensor([digest, -digest], dtype=torch.float64), "max").tolist()
+    if largest != -smallest:
+        raise ConfigError(
+            "the ranks recorded different metrics with a reduce type; record such a metric on "
+            f"every rank at the same step (here: {', '.join(listed[:8])})"
+        )
+    for kind in sorted(by_type):
+        entries = [entry for _, entry in by_type[kind]]
+        joined = reduce(torch.stack([_wide(entry.value) for entry in entries]), kind.value)
+        for entry, value in zip(entries, joined.unbind()):
+            entry.value = value
+
+
+def _wide(value: Value) -> Tensor:
+    tensor = _tensor(value).reshape(())
+    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
 
 
 def _to_host(values: list[Tensor]) -> list[float]:

@@ -19,16 +19,20 @@ NEVER_BY_STEPS = sys.maxsize
 
 @dataclass
 class Clock:
-    """Seconds of training: those of earlier runs plus those since this one began."""
+    """Seconds of training: those of earlier runs plus those since this one began.
+
+    One that `stands` stays at the start: among several ranks the clock of one decides for all.
+    """
 
     started_at_s: float
     earlier_s: float = 0.0
+    stands: bool = False
 
     def of_run(self, now_s: float) -> float:
         return self.earlier_s + self.of_process(now_s)
 
     def of_process(self, now_s: float) -> float:
-        return now_s - self.started_at_s
+        return 0.0 if self.stands else now_s - self.started_at_s
 
 
 def _progress(unit: str, state: TrainerState, seconds: float) -> float:

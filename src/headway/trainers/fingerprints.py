@@ -12,26 +12,29 @@ import xxhash
 from torch import nn
 
 from headway.checkpoint.model import collect_model
+from headway.checkpoint.ranks import Ranks
 from headway.data.fingerprint import fingerprint_data
 from headway.data.loader import WindowLoader
 
 
 def take_fingerprints(
-    model: nn.Module, loader: WindowLoader, tokenizer: Any
+    model: nn.Module, loader: WindowLoader, tokenizer: Any, ranks: Ranks
 ) -> dict[str, dict[str, Any] | None]:
-    """Fingerprints of a run's parts, as plain JSON values."""
+    """Fingerprints of a run's parts, as plain JSON values; every rank takes part."""
     return {
-        "model": fingerprint_model(model),
+        "model": fingerprint_model(model, ranks),
         "data": fingerprint_data(loader),
         "tokenizer": fingerprint_tokenizer(tokenizer),
     }
 
 
-def fingerprint_model(model: nn.Module) -> dict[str, Any]:
-    """Number of tensors and a digest of their names and shapes."""
+def fingerprint_model(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
+    """Number of tensors and a digest of their names and shapes, over all ranks."""
     tensors = collect_model(model).by_name
-    text = "\n".join(f"{name} {list(tensors[name].shape)}" for name in sorted(tensors))
-    return {"num_tensors": len(tensors), "digest": xxhash.xxh3_128_hexdigest(text.encode())}
+    own = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()]
+    lines = sorted({line for told in ranks.exchange(own) for line in told})
+    digest = xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+    return {"num_tensors": len(lines), "digest": digest}
 
 
 def fingerprint_tokenizer(tokenizer: Any) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ from headway.models.hf import read_hf_config
 from headway.models.hf_config import from_hf_config, is_supported_family
 from headway.optim.build import build_optimizer
 from headway.strategies.source import construct
+from headway.trainers.parallel import (
+    AccelTrainer,
+    DDPTrainer,
+    FSDP2Trainer,
+    PipelineTrainer,
+)
 from headway.trainers.trainer import Trainer
 
 _PRETRAINED = ("pretrained", "headway.models.load_causal_lm")
@@ -33,7 +40,7 @@ def build_trainer(run: RunConfig) -> Trainer:
     check_output_dir(run.args.output_dir)
     tokenizer = build_tokenizer(run)
     train_dataset, eval_dataset = build_datasets(run, tokenizer)
-    return Trainer(
+    return _trainer_class(run)(
         args=run.args,
         model_init=build_model_init(run),
         data_collator=build_collator(run, tokenizer),
@@ -47,6 +54,21 @@ def build_trainer(run: RunConfig) -> Trainer:
         default_callbacks=run.default_callbacks,
         run_config=run,
     )
+
+
+def _trainer_class(run: RunConfig) -> Callable[..., Trainer]:
+    """The trainer that the run names."""
+    if run.trainer == "accelerate":
+        from headway.strategies.accelerate import make_accelerator
+
+        return partial(AccelTrainer, accelerator=make_accelerator(run.args))
+    classes: dict[str, type[Trainer]] = {
+        "single": Trainer,
+        "ddp": DDPTrainer,
+        "fsdp2": FSDP2Trainer,
+        "pipeline": PipelineTrainer,
+    }
+    return classes[run.trainer]
 
 
 def _factory(component: Component | None, slot: str, given: str) -> Callable[[Any], Any] | None:
@@ -140,19 +162,35 @@ def build_callbacks(run: RunConfig) -> list[Any] | dict[str, Any]:
     ]
 
 
-def build_model_init(run: RunConfig) -> Callable[[], nn.Module]:
-    """What makes the run's model when called."""
+class ModelInit:
+    """Makes the run's model when called; also says how to make it without its values."""
 
-    def model_init() -> nn.Module:
-        model = _build(run.model, "model", "model")
+    def __init__(self, run: RunConfig) -> None:
+        self._component = run.model
+        self.weights: Path | None = None
+        """The folder that holds the initial values, if they come from one."""
+        if run.model.class_path in _PRETRAINED and "directory" in run.model.init_args:
+            self.weights = Path(run.model.init_args["directory"])
+
+    def __call__(self) -> nn.Module:
+        model = _build(self._component, "model", "model")
         if not isinstance(model, nn.Module):
             raise ConfigError(
-                f"model.class_path: {run.model.class_path} makes a {type(model).__name__}, "
+                f"model.class_path: {self._component.class_path} makes a {type(model).__name__}, "
                 f"not a torch.nn.Module"
             )
         return model
 
-    return model_init
+    def make_meta(self) -> nn.Module:
+        """The model under `torch.device("meta")`, which must read no weights."""
+        if self._component.class_path in _PRETRAINED:
+            return _meta_pretrained(self._component.init_args)
+        return self()
+
+
+def build_model_init(run: RunConfig) -> ModelInit:
+    """What makes the run's model when called."""
+    return ModelInit(run)
 
 
 def build_model_to_look_at(run: RunConfig) -> tuple[nn.Module, str | None]:
@@ -162,11 +200,7 @@ def build_model_to_look_at(run: RunConfig) -> tuple[nn.Module, str | None]:
     meta device; it is built on the CPU, and the second value says why.
     """
 
-    def build() -> nn.Module:
-        if run.model.class_path in _PRETRAINED:
-            return _meta_pretrained(run.model.init_args)
-        return build_model_init(run)()
-
+    build = build_model_init(run).make_meta
     try:
         with torch.device("meta"):
             return construct(build, run.args.default_dtype), None

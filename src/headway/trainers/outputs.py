@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, distributed
 
+from headway.dist.group import host_group
 from headway.engine.state import TrainerState
+from headway.strategies.base import DataShard
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -80,3 +83,22 @@ def join_batches(tensors: list[Tensor]) -> Array | list[Array] | None:
     if len({a.shape[1:] for a in arrays}) == 1:
         return np.concatenate(arrays)
     return arrays
+
+
+def gather_batches(shard: DataShard, *lists: list[Tensor]) -> list[list[Tensor]]:
+    """Each list with the batches of all ranks, in the order in which the data was dealt."""
+    if shard.world_size == 1:
+        return list(lists)
+    told: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(told, (shard.rank, lists), group=host_group())
+    by_share = dict(reversed(told))  # of equals the first rank's
+    shares = [by_share[rank] for rank in range(shard.world_size)]
+    return [
+        [
+            batch
+            for row in zip_longest(*(share[n] for share in shares))
+            for batch in row
+            if batch is not None
+        ]
+        for n in range(len(lists))
+    ]

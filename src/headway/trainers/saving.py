@@ -69,7 +69,8 @@ class Saver:
             preserve_n_best=num_best,
             greater_is_better=bool(greater),
             keep_every_n_steps=args.keep_every_n_steps,
-            topology={"strategy": "single"},
+            topology={"strategy": args.strategy_name},
+            ranks=trainer._ranks(),
         )
         self.background = BackgroundSaver(self.manager, asynchronous=args.save_async)
 
@@ -102,7 +103,7 @@ class Saver:
         assert trainer.strategy is not None
         self._loader = loader
         self._fingerprints = take_fingerprints(
-            trainer.strategy.unwrap(), loader, trainer.processing_class
+            trainer.strategy.unwrap(), loader, trainer.processing_class, trainer._ranks()
         )
 
     def prepare(self) -> None:

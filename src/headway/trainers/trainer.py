@@ -6,9 +6,10 @@ checkpoint/; a trainer for another strategy chooses that strategy and overrides 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,12 +18,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from headway.args import TrainingArguments
 from headway.callbacks import default_callbacks as make_default_callbacks
+from headway.checkpoint.distributed import DistributedRanks
+from headway.checkpoint.ranks import Ranks, SoloRanks
 from headway.config.schema import RunConfig
-from headway.config.snapshot import take_snapshot, write_snapshot
+from headway.config.snapshot import take_snapshot, versions, write_snapshot
 from headway.data.loader import WindowLoader
+from headway.dist.agreement import require_equal
 from headway.dist.env import DistributedEnvInterface, detect_env
-from headway.dist.seed import draw_seed, seed_all
-from headway.engine.evaluate import EvalResult, evaluation_mode, run_evaluation
+from headway.dist.failure import guard_run
+from headway.dist.seed import derive_seed, draw_seed, seed_all
 from headway.engine.events import EventBus, TrainerCallback, normalise_callbacks
 from headway.engine.loop import LoopParts, TrainingLoop
 from headway.engine.metrics import MetricBuffer, MetricMergeStrategy, ReduceType, Value
@@ -39,9 +43,11 @@ from headway.optim.groups import OptimizerGroups
 from headway.strategies.base import Strategy
 from headway.strategies.objective import LossFunction, Objective
 from headway.strategies.single import SingleDevice
+from headway.strategies.source import ModelSource
 from headway.trainers.checkpointing import Checkpointing
-from headway.trainers.model import build_model, flops_per_token
-from headway.trainers.outputs import PredictionOutput, RunStart, TrainOutput, join_batches
+from headway.trainers.evaluation import Evaluation
+from headway.trainers.model import enable_hf_activation_checkpointing, flops_per_token
+from headway.trainers.outputs import RunStart, TrainOutput
 from headway.trainers.plan import RunPlan, accumulation_steps, has_length, plan_run
 from headway.trainers.preflight import GuardedCollator, check_data_fits
 from headway.trainers.saving import Saver
@@ -49,13 +55,15 @@ from headway.trainers.saving import Saver
 logger = logging.getLogger(__name__)
 
 
-class Trainer(Checkpointing):
-    """Trains a model on one device.
+class Trainer(Checkpointing, Evaluation):
+    """Trains a model on one device; the classes derived from it choose another strategy.
 
     All arguments go by name. `args` may be a dict; `model` or `model_init` is needed. A list of
     callbacks is added to the default ones (one of the same class takes a default's place);
     `default_callbacks=False` leaves the defaults out.
     """
+
+    arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
 
     def __init__(
         self,
@@ -80,12 +88,17 @@ class Trainer(Checkpointing):
         run_config: RunConfig | None = None,
     ) -> None:
         if args is None:
-            args = TrainingArguments()
+            args = self.arguments_class()
         elif isinstance(args, Mapping):
-            args = TrainingArguments.from_dict(dict(args))
+            args = self.arguments_class.from_dict(dict(args))
+        name = type(self).__name__
+        if not isinstance(args, self.arguments_class):
+            raise ConfigError(
+                f"args: {name} takes {self.arguments_class.__name__}, got {type(args).__name__}"
+            )
         self.args: TrainingArguments = args
         if model is None and model_init is None:
-            raise ConfigError("Trainer needs a model: give model=... or model_init=...")
+            raise ConfigError(f"{name} needs a model: give model=... or model_init=...")
         if fused_loss_factory is not None:
             raise ConfigError(
                 "fused_loss_factory is not available yet: it comes with precision and fused losses"
@@ -94,11 +107,7 @@ class Trainer(Checkpointing):
         args._process_index, args._world_size = self.env.rank, self.env.world_size
         args._local_process_index = self.env.local_rank
         args._n_gpu = int(torch.device(self.env.device).type == "cuda")
-        if self.env.world_size > 1:
-            raise ConfigError(
-                f"Trainer runs on one device, but this process is one of {self.env.world_size} "
-                f"(WORLD_SIZE); trainers for several are not available yet"
-            )
+        self._check_world()
         self.model: nn.Module | None = model
         self.model_init = model_init
         self.data_collator = data_collator
@@ -113,13 +122,44 @@ class Trainer(Checkpointing):
         self._lr_scheduler_factory = lr_scheduler_factory
         self._enable_activation_checkpoint_fn = enable_activation_checkpoint_fn
         self._run_config = run_config
-        self.state = TrainerState()
+        self.state = TrainerState(
+            is_world_process_zero=self.env.rank == 0,
+            is_local_process_zero=self.env.local_rank == 0,
+        )
         self.bus = EventBus(args, self.state, TrainerControl())
         self.metrics = MetricBuffer()
         self.strategy: Strategy | None = None
+        self._all_ranks: Ranks | None = None
         self._objective: Objective | None = None
         self._eval_loader: WindowLoader | None = None
         self._register_callbacks(callbacks, default_callbacks)
+
+    # Strategy
+
+    def _check_world(self) -> None:
+        """Refuse a number of ranks that this trainer is not for."""
+        if self.env.world_size > 1:
+            raise ConfigError(
+                f"Trainer runs on one device, but this process is one of {self.env.world_size} "
+                f"(WORLD_SIZE); use DDPTrainer, FSDP2Trainer or PipelineTrainer (in a run file "
+                f"'trainer: ddp')"
+            )
+
+    def _make_strategy(self) -> Strategy:
+        return SingleDevice(torch.device(self.env.device))
+
+    def _ranks(self) -> Ranks:
+        """All ranks of the run, as a checkpoint sees them; made once, by all of them together."""
+        if self._all_ranks is None:
+            self._all_ranks = DistributedRanks() if self.env.world_size > 1 else SoloRanks()
+        return self._all_ranks
+
+    def _require_same(self, config: dict[str, Any]) -> None:
+        """Refuse ranks that would not train the same thing."""
+        if self.env.world_size > 1:
+            text = json.dumps(config, sort_keys=True, default=str)
+            own = {f"version of {name}": str(found) for name, found in versions().items()}
+            require_equal({"configuration": text, **own})
 
     # Callbacks
 
@@ -193,18 +233,30 @@ class Trainer(Checkpointing):
             return
         if self.state.seed is None:  # an evaluation comes first
             self._choose_seed(None)
-        strategy = SingleDevice(torch.device(self.env.device))
-        model = build_model(
-            self.model,
-            self.model_init,
-            self.args,
-            rank=self.env.rank,
-            enable_checkpointing=self._enable_activation_checkpoint_fn,
-        )
-        strategy.setup(model)
+        strategy = self._make_strategy()
+        model = strategy.setup(self._model_source())
+        if self.env.rank:  # after the model, which all ranks draw alike
+            seed_all(derive_seed(self.state.seed or 0, self.env.rank))
+        if strategy.data_shard().world_size > 1 or self.env.world_size > 1:
+            self.metrics.reduce = strategy.reduce
         self.strategy, self.model = strategy, model
         self._objective = self._make_objective(model)
         self.bus.kwargs.update(model=model, processing_class=self.processing_class, trainer=self)
+
+    def _model_source(self) -> ModelSource:
+        recompute = self._enable_activation_checkpoint_fn or enable_hf_activation_checkpointing
+        return ModelSource(
+            self.model,
+            self.model_init,
+            self.args.default_dtype,
+            make_meta=getattr(self.model_init, "make_meta", None),
+            weights=getattr(self.model_init, "weights", None),
+            prepare=(
+                (lambda module: recompute(self.env.rank, module))
+                if self.args.gradient_checkpointing
+                else None
+            ),
+        )
 
     def _make_objective(self, model: nn.Module) -> Objective:
         return Objective(model, self.compute_loss_func)
@@ -279,7 +331,7 @@ class Trainer(Checkpointing):
             resume = resume_from_checkpoint
         self.bus.control, self.bus.stopped_by = TrainerControl(), None
         try:
-            with SignalRequests() as signals:
+            with guard_run(), SignalRequests() as signals:
                 return self._train(resume, signals)
         except BaseException as error:
             self.bus.fire_to_all("on_error", exception=error)
@@ -288,6 +340,7 @@ class Trainer(Checkpointing):
 
     def _train(self, resume: bool | str, signals: SignalRequests) -> TrainOutput:
         snapshot = take_snapshot(self._run_config, self.args)
+        self._require_same(snapshot["config"])
         saver = self._saver = Saver(self, snapshot["config"])
         found = saver.find(resume)
         self._choose_seed(saver.saved_seed(found))
@@ -308,7 +361,8 @@ class Trainer(Checkpointing):
         def take_over_folder() -> None:
             # Not before a step has worked: a run that cannot start changes nothing on disk.
             saver.replace_earlier_run()
-            write_snapshot(self.args.output_dir, snapshot)
+            if self.env.rank == 0:
+                write_snapshot(self.args.output_dir, snapshot)
 
         loop = TrainingLoop(self._parts(plan, loader, saver, take_over_folder), signals)
         self.model.train()
@@ -324,7 +378,7 @@ class Trainer(Checkpointing):
             raise
         finally:
             loader.close()
-        output = self._finish(loop, saver, signals, start)
+        output = self._finish(loop, saver, start)
         self.bus.fire("on_train_end")
         errors = self.bus.fire_to_all("on_close")
         if errors:
@@ -338,7 +392,7 @@ class Trainer(Checkpointing):
         elif self.args.seed >= 0:
             self.state.seed = self.args.seed
         elif self.state.seed is None:
-            self.state.seed = draw_seed()
+            self.state.seed = self._ranks().share(draw_seed())
             logger.info("seed %d was drawn (seed=-1); checkpoints keep it", self.state.seed)
         seed_all(self.state.seed)
 
@@ -377,93 +431,24 @@ class Trainer(Checkpointing):
         self,
         loop: TrainingLoop,
         saver: Saver,
-        signals: SignalRequests,
         start: RunStart,
     ) -> TrainOutput:
-        if self.args.load_best_model_at_end and not loop.aborted and not loop.interrupted:
+        if self.args.load_best_model_at_end and not loop.aborted and loop.interrupted_by is None:
             saver.load_best()
         if self.bus.stopped_by is not None:
             logger.info("stopped by %s in %s (%s)", *self.bus.stopped_by)
         loss = loop.losses_sum / loop.num_steps if loop.num_steps else 0.0
+        assert self.strategy is not None
         accumulation = self.bus.kwargs["train_dataloader"].deal.accumulation
+        num_shares = self.strategy.data_shard().world_size
         summary = start.summary(
             self.state,
             loss=loss,
             num_samples=loop.num_samples,
-            batch_size=self.args.per_device_train_batch_size * accumulation,
+            batch_size=self.args.per_device_train_batch_size * accumulation * num_shares,
         )
         self.log(dict(summary))
-        interrupted_by = None
-        if loop.interrupted:
-            interrupted_by = signals.stop_signal.name if signals.stop_signal else "stop_at"
-        return TrainOutput(self.state.global_step, loss, summary, interrupted_by)
-
-    # Evaluation
-
-    def evaluate(
-        self, eval_dataset: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Loss and speed over `eval_dataset` (or the trainer's own)."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if dataset is None:
-            raise ConfigError("evaluate() needs eval_dataset, here or in the constructor")
-        result = self._pass(dataset, "on_evaluate", metric_key_prefix)
-        return result.metrics
-
-    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Logits, labels and metrics for a dataset; the logits are kept on the host."""
-        result = self._pass(test_dataset, "on_predict", metric_key_prefix, keep_outputs=True)
-        return PredictionOutput(
-            join_batches(result.logits), join_batches(result.labels), result.metrics
-        )
-
-    def _pass(
-        self, dataset: Any, event: str, prefix: str, keep_outputs: bool = False
-    ) -> EvalResult:
-        self._prepare_model()
-        assert self.model is not None
-        loader = self._loader(dataset, f"{prefix}_dataset")
-        self.bus.kwargs["eval_dataloader"] = loader
-        try:
-            result = self._run_pass(loader, event, prefix, keep_outputs)
-            assert result is not None, "nobody asks it to end"
-            return result
-        finally:
-            loader.close()
-            self.bus.kwargs["eval_dataloader"] = self._eval_loader
-
-    def _evaluate_in_training(self, must_end: Callable[[], bool]) -> dict[str, float] | None:
-        if self._eval_loader is None:
-            raise ConfigError("an evaluation was asked for, but there is no eval_dataset")
-        result = self._run_pass(self._eval_loader, "on_evaluate", "eval", False, must_end)
-        return None if result is None else result.metrics
-
-    def _run_pass(
-        self,
-        loader: WindowLoader,
-        event: str,
-        prefix: str,
-        keep_outputs: bool,
-        must_end: Callable[[], bool] | None = None,
-    ) -> EvalResult | None:
-        assert self.strategy is not None and self._objective is not None and self.model is not None
-        with evaluation_mode(self.model):
-            result = run_evaluation(
-                self.strategy,
-                self._objective,
-                loader,
-                self.bus,
-                max_steps=self.args.max_eval_steps,
-                prefix=prefix,
-                keep_outputs=keep_outputs,
-                must_end=must_end,
-            )
-            if result is None:
-                return None
-            if event == "on_evaluate":
-                self.log(dict(result.metrics))
-            self.bus.fire(event, metrics=result.metrics)
-        return result
+        return TrainOutput(self.state.global_step, loss, summary, loop.interrupted_by)
 
 
 def _default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:

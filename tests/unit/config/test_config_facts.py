@@ -31,7 +31,7 @@ def run_verb(verb, *words):
         ("max_steps", ["type     int", "default  -1", "MinimalTrainingArguments", "   4  "]),
         ("args.mixed_precision", ["not available yet", "   5  ", "BaseTrainingArguments"]),
         ("args.seed", ["type     int"]),
-        ("ddp.bucket_cap_mb", ["int or None", "DDPArguments", "not available yet"]),
+        ("ddp.bucket_cap_mb", ["int or None", "DDPArguments", "default  None"]),
         ("dispatch_batches", ["DDPTrainingArguments, FSDP2TrainingArguments"]),
         ("data.train", ["DataConfig"]),
         ("model", ["(required)"]),

@@ -67,7 +67,6 @@ def test_a_whole_run(write):
         ("learning_rate: 3\n", "run.yaml:2: learning_rate: .*did you mean 'args.learning_rate'"),
         ("dta: 3\n", "run.yaml:2: dta: unknown key 'dta'; did you mean 'data'"),
         ("trainer: dpp\n", "run.yaml:2: trainer: unknown trainer 'dpp'; did you mean 'ddp'"),
-        ("trainer: ddp\n", "run.yaml:2: trainer: .*not available yet"),
         ("tokenizer: 5\n", "run.yaml:2: tokenizer: must be str or None"),
         ("default_callbacks: 5\n", "run.yaml:2: default_callbacks: must be bool"),
         ("data:\n  trian: {}\n", "run.yaml:3: data.trian: .*did you mean 'train'"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from headway import ConfigError
-from headway.engine.metrics import MetricBuffer, ReduceType
+from headway.engine.metrics import GRAD_NORM, TRAIN_LOSS, MetricBuffer, ReduceType
 from headway.testing import count_host_syncs
 
 
@@ -84,18 +84,32 @@ def test_bad_values_are_named():
         buffer.record(1, "x", 1.0, merge_strategy="lattest")
 
 
-def test_reduction_is_asked_of_the_strategy():
-    seen = []
+def test_values_are_joined_over_ranks_in_one_go_for_each_type():
+    asked = []
 
     def reduce(value, kind):
-        seen.append(kind)
-        return value * 2
+        if kind != "max":  # the ranks' question whether they brought the same
+            asked.append((kind, value.numel()))
+        return value * 2 if kind == "sum" else value
 
     buffer = MetricBuffer(reduce)
-    buffer.record(1, "mine", 1.0)
+    for step in (1, 2):
+        buffer.record(step, "mine", 1.0)
+        buffer.record(step, "ours", float(step), "sum")
+        buffer.record_step(step, {TRAIN_LOSS: torch.tensor(3.0), GRAD_NORM: 5.0})
+    steps = flushed(buffer)
+    assert steps[1] == {"mine": 1.0, "ours": 2.0, TRAIN_LOSS: 6.0, GRAD_NORM: 5.0} | {
+        "train/PPL": pytest.approx(math.exp(6.0))
+    }
+    assert steps[2]["ours"] == 4.0
+    assert asked == [("sum", 4)]
+
+
+def test_ranks_that_bring_different_metrics_are_told_so():
+    buffer = MetricBuffer(lambda value, kind: value + (kind == "max"))
     buffer.record(1, "ours", 1.0, "sum")
-    assert flushed(buffer)[1] == {"mine": 1.0, "ours": 2.0}
-    assert seen == [ReduceType.sum]
+    with pytest.raises(ConfigError, match=r"different metrics.*ours"):
+        buffer.flush()
 
 
 def test_perplexity_is_derived_when_it_is_meaningful():

@@ -66,7 +66,7 @@ class DefaultMetrics(TrainerCallback):
             logs["tok_per_sec"] = round(tokens / seconds)
             if self.peak_hardware_flops:
                 flops = state.total_flos - self._flos
-                logs["mfu"] = flops / seconds / self.peak_hardware_flops
+                logs["mfu"] = flops / seconds / (self.peak_hardware_flops * args.world_size)
         if "peak_mem_allocated" in logs:
             logs["peak_mem"] = max(logs["peak_mem_allocated"])
         self._mark(state)

@@ -1,0 +1,113 @@
+"""What a trainer offers to measure a model: evaluation and prediction.
+
+Owns: the public methods and the pass that a training run asks for. Does not own: the averages
+(engine/evaluate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from headway.data.loader import WindowLoader
+from headway.dist.failure import guard_run
+from headway.engine.evaluate import EvalResult, evaluation_mode, run_evaluation
+from headway.errors import ConfigError
+from headway.trainers.outputs import PredictionOutput, gather_batches, join_batches
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from headway.args import TrainingArguments
+    from headway.engine.events import EventBus
+    from headway.strategies.base import Strategy
+    from headway.strategies.objective import Objective
+
+
+class Evaluation:
+    """The part of a trainer that evaluates and predicts."""
+
+    args: TrainingArguments
+    bus: EventBus
+    model: nn.Module | None
+    strategy: Strategy | None
+    eval_dataset: Any
+    _objective: Objective | None
+    _eval_loader: WindowLoader | None
+
+    def _prepare_model(self) -> None:
+        raise NotImplementedError
+
+    def _loader(self, dataset: Any, option: str, *, training: bool = False) -> WindowLoader:
+        raise NotImplementedError
+
+    def log(self, logs: dict[str, Any], with_step_event: bool = False) -> None:
+        raise NotImplementedError
+
+    def evaluate(
+        self, eval_dataset: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Loss and speed over `eval_dataset` (or the trainer's own)."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ConfigError("evaluate() needs eval_dataset, here or in the constructor")
+        with guard_run():
+            result = self._pass(dataset, "on_evaluate", metric_key_prefix)
+        return result.metrics
+
+    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Logits, labels and metrics for a dataset, on every rank; the logits are on the host."""
+        with guard_run():
+            result = self._pass(test_dataset, "on_predict", metric_key_prefix, keep_outputs=True)
+        assert self.strategy is not None
+        shard = self.strategy.data_shard()
+        logits, labels = gather_batches(shard, result.logits, result.labels)
+        return PredictionOutput(join_batches(logits), join_batches(labels), result.metrics)
+
+    def _pass(
+        self, dataset: Any, event: str, prefix: str, keep_outputs: bool = False
+    ) -> EvalResult:
+        self._prepare_model()
+        assert self.model is not None
+        loader = self._loader(dataset, f"{prefix}_dataset")
+        self.bus.kwargs["eval_dataloader"] = loader
+        try:
+            result = self._run_pass(loader, event, prefix, keep_outputs)
+            assert result is not None, "nobody asks it to end"
+            return result
+        finally:
+            loader.close()
+            self.bus.kwargs["eval_dataloader"] = self._eval_loader
+
+    def _evaluate_in_training(self, must_end: Callable[[], bool]) -> dict[str, float] | None:
+        if self._eval_loader is None:
+            raise ConfigError("an evaluation was asked for, but there is no eval_dataset")
+        result = self._run_pass(self._eval_loader, "on_evaluate", "eval", False, must_end)
+        return None if result is None else result.metrics
+
+    def _run_pass(
+        self,
+        loader: WindowLoader,
+        event: str,
+        prefix: str,
+        keep_outputs: bool,
+        must_end: Callable[[], bool] | None = None,
+    ) -> EvalResult | None:
+        assert self.strategy is not None and self._objective is not None and self.model is not None
+        with evaluation_mode(self.model):
+            result = run_evaluation(
+                self.strategy,
+                self._objective,
+                loader,
+                self.bus,
+                max_steps=self.args.max_eval_steps,
+                prefix=prefix,
+                keep_outputs=keep_outputs,
+                must_end=must_end,
+            )
+            if result is None:
+                return None
+            if event == "on_evaluate":
+                self.log(dict(result.metrics))
+            self.bus.fire(event, metrics=result.metrics)
+        return result
