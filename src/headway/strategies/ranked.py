@@ -104,8 +104,8 @@ class RankedStrategy(Strategy):
     def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
         if self.before_apply is not None:
             self.before_apply()
-        # By the norm alone: it is the same on all ranks, while a rank's share of the loss is its
-        # own, and ranks that decide differently drift apart for good.
+        # By the norm alone, which is the same on all ranks: ranks that decide differently drift
+        # apart for good. A share of the loss that is not finite has made it so as well.
         if self._reading_waits and getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.found_inf = (grad_norm - grad_norm != 0).float()  # type: ignore[attr-defined]
             optimizer.step()
@@ -124,3 +124,12 @@ def own_targets(window: Window, number: int) -> int | Tensor:
     if len(window.micro_batches) == 1:
         return window.num_target_tokens
     return count_targets(window.micro_batches[number])
+
+
+def spread_nonfinite(share: Tensor) -> Tensor:
+    """A share of the loss whose gradient is not finite wherever the share is not.
+
+    So the norm of the gradients, which all ranks have, tells every rank of it; a finite share
+    is multiplied by exactly 1.
+    """
+    return share * (1 + (share - share).detach())
