@@ -1,0 +1,118 @@
+"""The same job gives the same numbers, however it is spread over ranks."""
+
+from __future__ import annotations
+
+import pytest
+from strategy_jobs import SCHEDULES, Job, launch
+
+REL = 1e-5
+PLAIN = [
+    ["ddp2", "ddp2-own", "fsdp2", "accel2"],
+    ["ddp4", "fsdp4", "hsdp2x2", "dp2pp2"],
+    [f"pp2-{name}" for name in SCHEDULES],
+    [f"pp4-{name}" for name in SCHEDULES],
+]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The job on one device, plain and with weights tied."""
+    folder = str(tmp_path_factory.mktemp("single"))
+    jobs = [
+        Job("single", folder=f"{folder}/plain"),
+        Job("single", folder=f"{folder}/tied", model={"tie_embeddings": True}, max_steps=6),
+        Job(
+            "single",
+            folder=f"{folder}/accumulated",
+            max_steps=6,
+            arguments={"gradient_accumulation_steps": 2},
+        ),
+    ]
+    plain, tied, accumulated = (outcomes[0] for outcomes in launch(jobs))
+    return {"plain": plain, "tied": tied, "accumulated": accumulated}
+
+
+def check_equal(found, wanted):
+    assert found.step == wanted.step
+    assert found.tokens == wanted.tokens
+    assert found.losses == pytest.approx(wanted.losses, rel=REL)
+    assert found.norms == pytest.approx(wanted.norms, rel=REL)
+    assert found.eval_loss == pytest.approx(wanted.eval_loss, rel=REL)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("names", PLAIN, ids=lambda names: names[0])
+def test_every_strategy_trains_as_one_device_does(names, alone, tmp_path):
+    if "accel2" in names:
+        pytest.importorskip("accelerate")
+    jobs = [Job(name, folder=str(tmp_path / name)) for name in names]
+    for name, outcomes in zip(names, launch(jobs, timeout_s=500), strict=True):
+        for outcome in outcomes:
+            check_equal(outcome, alone["plain"])
+            assert outcome.losses == outcomes[0].losses, f"{name}: ranks differ"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "names",
+    [["ddp2", "fsdp2", "pp2"], ["hsdp2x2", "dp2pp2", "pp4-ScheduleZBVZeroBubble"]],
+    ids=lambda n: n[0],
+)
+def test_tied_weights_and_accumulation(names, alone, tmp_path):
+    shares = {"ddp2": 2, "fsdp2": 2, "hsdp2x2": 4, "dp2pp2": 2}
+    jobs = []
+    for name in names:
+        jobs.append(
+            Job(
+                name,
+                folder=str(tmp_path / f"{name}-tied"),
+                model={"tie_embeddings": True},
+                max_steps=6,
+            )
+        )
+        # Half the batch twice is the same step as the whole at once.
+        jobs.append(
+            Job(
+                name,
+                folder=str(tmp_path / f"{name}-parts"),
+                max_steps=6,
+                arguments={"gradient_accumulation_steps": 2},
+            )
+        )
+    found = launch(jobs, timeout_s=500)
+    for tied, parts in zip(found[::2], found[1::2], strict=True):
+        check_equal(tied[0], alone["tied"])
+        check_equal(parts[0], alone["accumulated"])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("names", [["ddp2", "fsdp2", "pp2"], ["ddp4", "fsdp4"]], ids=lambda n: n[0])
+def test_two_runs_are_bitwise_equal(names, tmp_path):
+    jobs = [
+        Job(name, folder=str(tmp_path / f"{name}-{run}"), max_steps=8, model={"dropout": 0.1})
+        for name in names
+        for run in range(2)
+    ]
+    found = launch(jobs, timeout_s=500)
+    for first, second in zip(found[::2], found[1::2], strict=True):
+        assert first == second
+
+
+@pytest.mark.timeout(300)
+def test_the_order_of_samples_is_that_of_one_device(tmp_path):
+    (alone,) = launch([Job("single", folder=str(tmp_path / "one"), watch_windows=True)])
+    names = ["ddp2-own", "fsdp2"]
+    jobs = [
+        Job(
+            name,
+            folder=str(tmp_path / name),
+            watch_windows=True,
+            arguments={"dispatch_batches": False},
+        )
+        for name in names
+    ]
+    for outcomes in launch(jobs):
+        for step, wanted in enumerate(alone[0].samples):
+            together = [sample for outcome in outcomes for sample in outcome.samples[step]]
+            assert together == wanted
+        check_equal(outcomes[0], alone[0])
