@@ -396,6 +396,13 @@ class PipelineTrainingArguments(TrainingArguments):
     """Order of stages over ranks: `loop` (round robin) or `v` (there and back)."""
     is_multistage: bool = False
     """The schedule runs several stages on a rank."""
+    pipe_schedule: str | None = None
+    """GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV.
+
+    `pipe_schedule_factory` of the trainer goes before it; without either it is GPipe.
+    """
+    pipeline_size: int | None = None
+    """Ranks of one pipeline; several pipelines train on different data. None: all ranks."""
     debug_pipeline: bool = False
     """Log what the pipeline does, in detail."""
     debug_split_model: bool = False

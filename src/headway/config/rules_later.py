@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from headway.config.rules import Rule
 
-_COMPILE = ("torch_compile",)
 _FUSE = ("fuse_optim_with_backward",)
 
 # fmt: off
@@ -21,8 +20,6 @@ RULES: list[Rule] = [
     Rule("11", ("fp8_recipe",), "prepare",
          "rowwise_with_gw_hp is known to fail with torchao 0.16.0.", outcome="warn"),
     Rule("18", _FUSE, "prepare", "No fused optimizer with several optimizer factories."),
-    Rule("22", _COMPILE, "init", "ScheduleInterleavedZeroBubble cannot be compiled."),
-    Rule("23", _COMPILE, "init", "ScheduleZBVZeroBubble cannot be compiled."),
     Rule("25", ("enable_activation_offloading",), "prepare",
          "Activation offloading does not work with flex attention."),
     Rule("28", ("save_on_each_node",), "prepare",
@@ -43,8 +40,13 @@ RULES: list[Rule] = [
     Rule("40", ("model_init",), "init", "PipelineTrainer needs model_init."),
     Rule("46", ("is_multistage",), "prepare",
          "More than one stage on a rank needs is_multistage."),
-    Rule("49", ("pp_stage_type", "is_multistage"), "init",
-         "The schedule fits pp_stage_type and is_multistage."),
+    Rule("H73", ("pipeline_size",), "prepare",
+         "The number of ranks is a multiple of pipeline_size."),
+    Rule("H74", ("stages_per_rank", "pipeline_size"), "prepare",
+         "A pipeline has no more stages than the model has layers."),
+    Rule("H75", ("n_microbatches", "pipe_schedule"), "prepare",
+         "1F1B and DualPipeV need as many micro-batches as stages; interleaved schedules need "
+         "equal rounds of them."),
     Rule("53", ("trainer",), "prepare", "Pipeline stages have parameters of different names."),
     Rule("54", ("trainer",), "prepare",
          "A fused loss under a zero-bubble schedule becomes the plain one.", outcome="fallback"),

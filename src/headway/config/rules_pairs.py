@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from headway.config.duration import Duration
+from headway.config.pipe_schedules import ScheduleFacts, find_facts
 from headway.config.rules import Check, Rule, default_of
 from headway.errors import ConfigError
 
@@ -132,6 +133,59 @@ def _v_needs_two(args: Any) -> str | None:
     if args.pp_stage_type != "v" or args.stages_per_rank == 2:
         return None
     return f"pp_stage_type='v' needs stages_per_rank=2, got {args.stages_per_rank}"
+
+
+def _named_schedule(args: Any) -> ScheduleFacts | None:
+    return None if args.pipe_schedule is None else find_facts(args.pipe_schedule)
+
+
+def uncompilable(facts: ScheduleFacts, torch_compile: bool) -> str | None:
+    """Why a schedule and compilation do not go together."""
+    if not (torch_compile and facts.is_zero_bubble):
+        return None
+    return (
+        f"torch_compile=True does not work with pipe_schedule {facts.name}, which makes the "
+        "gradients of inputs and weights apart; use Interleaved1F1B, or set torch_compile=False"
+    )
+
+
+def _compiled_schedule(name: str) -> Check:
+    def check(args: Any) -> str | None:
+        facts = _named_schedule(args)
+        return uncompilable(facts, args.torch_compile) if facts and facts.name == name else None
+
+    return check
+
+
+def set_by_hand(args: Any) -> bool:
+    """Whether one of the options that follow from the schedule is not left to it."""
+    names = ("is_multistage", "stages_per_rank", "pp_stage_type")
+    return any(getattr(args, name) != default_of(args, name) for name in names)
+
+
+def misfit(facts: ScheduleFacts, args: Any) -> str | None:
+    """How options set by hand contradict the schedule."""
+    if not set_by_hand(args):
+        return None
+    if facts.is_multistage != args.is_multistage:
+        several = "several stages" if facts.is_multistage else "one stage"
+        return (
+            f"is_multistage={args.is_multistage} does not fit pipe_schedule {facts.name}, which "
+            f"runs {several} on a rank; leave is_multistage, stages_per_rank and pp_stage_type out "
+            "to have them follow from the schedule"
+        )
+    wanted = "v" if facts.is_v else "loop"
+    if args.pp_stage_type != wanted:
+        return (
+            f"pp_stage_type={args.pp_stage_type!r} does not fit pipe_schedule {facts.name}, which "
+            f"needs {wanted!r}"
+        )
+    return None
+
+
+def _schedule_fits(args: Any) -> str | None:
+    facts = _named_schedule(args)
+    return None if facts is None else misfit(facts, args)
 
 
 def _pipeline_fp16(args: Any) -> str | None:
@@ -265,6 +319,15 @@ RULES: list[Rule] = [
          "max-autotune does not work with accumulation.", _autotune_accumulation),
     Rule("21", ("torch_compile_mode",), "args",
          "max-autotune does not work in PipelineTrainer.", _autotune_pipeline, strategies=_PP),
+    Rule("22", ("pipe_schedule", "torch_compile"), "args",
+         "ScheduleInterleavedZeroBubble cannot be compiled.",
+         _compiled_schedule("InterleavedZeroBubble"), strategies=_PP),
+    Rule("23", ("pipe_schedule", "torch_compile"), "args",
+         "ScheduleZBVZeroBubble cannot be compiled.", _compiled_schedule("ZBVZeroBubble"),
+         strategies=_PP),
+    Rule("H72", ("pipe_schedule", "torch_compile"), "args",
+         "ScheduleDualPipeV cannot be compiled.", _compiled_schedule("DualPipeV"),
+         strategies=_PP),
     Rule("24", ("activation_memory_budget", "torch_compile"), "args",
          "activation_memory_budget needs torch_compile.", _budget_needs_compile),
     Rule("27", ("load_best_model_at_end", "save_strategy", "eval_strategy", "eval_on_save"),
@@ -284,6 +347,9 @@ RULES: list[Rule] = [
          "Several stages per rank need is_multistage.", _multistage, strategies=_PP),
     Rule("47", ("pp_stage_type", "stages_per_rank"), "args",
          "pp_stage_type 'v' needs two stages per rank.", _v_needs_two, strategies=_PP),
+    Rule("49", ("pipe_schedule", "pp_stage_type", "is_multistage", "stages_per_rank"), "args",
+         "The schedule fits pp_stage_type and is_multistage, which follow from it where all three "
+         "are left out.", _schedule_fits, strategies=_PP),
     Rule("51", ("construct_model_on",), "args",
          "PipelineTrainer always builds on the meta device.", _pipeline_construct, "warn",
          _PP),

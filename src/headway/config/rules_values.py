@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from headway.config.duration import Duration
+from headway.config.pipe_schedules import FACTS, NAMES
 from headway.config.rules import Check, Rule, get
 from headway.errors import ConfigError, unknown
 
@@ -216,6 +217,11 @@ def _own_rules() -> Iterator[Rule]:
     for label, option, allowed in names:
         text = f"{option} is one of {', '.join(allowed)}."
         yield Rule(label, (option,), "args", text, one_of(option, allowed))
+    yield Rule("H70", ("pipe_schedule",), "args",
+               f"pipe_schedule is one of {', '.join(FACTS)}, or one of them after 'Schedule'.",
+               one_of("pipe_schedule", NAMES))  # fmt: skip
+    yield Rule("H71", ("pipeline_size",), "args", "A pipeline has 2 ranks or more.",
+               in_range("pipeline_size", 2))  # fmt: skip
     yield Rule("H47", ("fsdp2.reshard_after_forward",), "args",
                "A number of ranks to reshard over is 2 or more.", _reshard)  # fmt: skip
 
