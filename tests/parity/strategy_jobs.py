@@ -83,9 +83,6 @@ class Record(TrainerCallback):
         self.losses: list[float] = []
         self.norms: list[float] = []
 
-    def on_step_begin(self, trainer: Any) -> None:
-        self.window = None
-
     def on_window(self, window: Any) -> None:
         ids = window.sample_ids
         self.samples.append(None if ids is None else ids.tolist())
@@ -106,6 +103,9 @@ class Job:
     arguments: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     watch_windows: bool = False
+    resume: str | None = None
+    """The checkpoint to go on from."""
+    evaluate: bool = True
 
 
 @dataclass
@@ -167,15 +167,15 @@ def run_job(job: Job) -> Outcome:
     init_distributed(use_cpu=True)
     record = Record() if job.watch_windows else Quiet()
     trainer = make_trainer(job, record)
-    output = trainer.train()
-    evaluated = trainer.evaluate()
+    output = trainer.train(resume_from_checkpoint=job.resume)
+    evaluated = trainer.evaluate() if job.evaluate else {}
     return Outcome(
         record.losses,
         record.norms,
         record.samples,
         trainer.state.num_input_tokens_seen,
         output.global_step,
-        evaluated["eval_loss"],
+        evaluated.get("eval_loss"),
     )
 
 
