@@ -1,0 +1,170 @@
+"""What the loop and a user rely on from any strategy, as functions to run on every rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from headway import TrainerCallback
+from headway.dist import init_distributed
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+
+from strategy_jobs import Job, make_trainer
+
+
+class Count(TrainerCallback):
+    """How often each event came, and the steps at which the interesting ones did."""
+
+    def __init__(self) -> None:
+        self.events: dict[str, int] = {}
+        self.saved: list[int] = []
+
+    def _count(self, event: str) -> None:
+        self.events[event] = self.events.get(event, 0) + 1
+
+    def on_step_begin(self) -> None:
+        self._count("step_begin")
+
+    def on_step_end(self) -> None:
+        self._count("step_end")
+
+    def on_substep_end(self) -> None:
+        self._count("substep_end")
+
+    def on_log(self) -> None:
+        self._count("log")
+
+    def on_evaluate(self) -> None:
+        self._count("evaluate")
+
+    def on_save(self, step: int) -> None:
+        self.saved.append(step)
+
+
+class AskOnOneRank(TrainerCallback):
+    """Rank 1 alone asks for something at a step."""
+
+    def __init__(self, flag: str, step: int) -> None:
+        self.flag, self.step = flag, step
+
+    def on_step_end(self, args: Any, state: Any, control: Any) -> None:
+        if args.process_index == args.world_size - 1 and state.global_step == self.step:
+            if self.flag == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                setattr(control, self.flag, True)
+
+
+class SpoilEmbedding(TrainerCallback):
+    """Token 257 makes everything that it meets infinite."""
+
+    def on_train_begin(self, model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if name.endswith("embed_tokens.weight"):
+                with torch.no_grad():
+                    spoil_row(parameter, 257)
+
+
+def spoil_row(parameter: torch.Tensor, row: int) -> None:
+    if not isinstance(parameter, DTensor):
+        parameter[row] = float("inf")
+        return
+    local, first = parameter.to_local(), 0
+    # Rows are dealt in equal parts, the last one smaller; only its holder has the row.
+    size = -(-parameter.shape[0] // parameter.device_mesh.size(-1))
+    first = size * parameter.device_mesh.get_local_rank(parameter.device_mesh.ndim - 1)
+    if first <= row < first + local.shape[0]:
+        local[row - first] = float("inf")
+
+
+class PutToken(TrainerCallback):
+    """Puts token 257 into the data of the last rank at one step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_window(self, args: Any, state: Any, window: Any) -> None:
+        if state.global_step == self.step and args.process_index == args.world_size - 1:
+            window.micro_batches[0]["input_ids"][0, 3] = 257
+
+
+def build(strategy: str, folder: str, callbacks: list[Any], **arguments: Any) -> Any:
+    job = Job(strategy, 6, folder, {"logging_steps": 2, **arguments})
+    trainer = make_trainer(job, callbacks[0])
+    for callback in callbacks[1:]:
+        trainer.add_callback(callback)
+    return trainer
+
+
+def check_all(strategy: str, folder: str) -> dict[str, Any]:
+    """Every check on this rank, by name; what is found must be the same on all ranks."""
+    init_distributed(use_cpu=True)
+    checks = (events, save_asked, stop_asked, signalled, nonfinite, predicted, evaluated)
+    return {check.__name__: check(strategy, f"{folder}/{check.__name__}") for check in checks}
+
+
+def events(strategy: str, folder: str) -> dict[str, Any]:
+    count = Count()
+    trainer = build(
+        strategy, folder, [count], eval_strategy="steps", eval_steps=3, save_strategy="steps",
+        save_steps=4, gradient_accumulation_steps=2,
+    )  # fmt: skip
+    trainer.train()
+    return {**count.events, "saved": count.saved, "epoch": trainer.state.epoch}
+
+
+def save_asked(strategy: str, folder: str) -> dict[str, Any]:
+    count = Count()
+    build(strategy, folder, [count, AskOnOneRank("should_save", 3)]).train()
+    return {"saved": count.saved, "there": (Path(folder) / "out" / "checkpoint-3").is_dir()}
+
+
+def stop_asked(strategy: str, folder: str) -> dict[str, Any]:
+    trainer = build(strategy, folder, [Count(), AskOnOneRank("should_training_stop", 4)])
+    return {"step": trainer.train().global_step}
+
+
+def signalled(strategy: str, folder: str) -> dict[str, Any]:
+    asks = AskOnOneRank("signal", 2)
+    trainer = build(strategy, folder, [Count(), asks], save_strategy="steps", save_steps=100)
+    output = trainer.train()
+    there = (Path(folder) / "out" / "checkpoint-2").is_dir()
+    return {"step": output.global_step, "by": output.interrupted_by, "there": there}
+
+
+def nonfinite(strategy: str, folder: str) -> dict[str, Any]:
+    """The third step sees something infinite on one rank: no rank takes it."""
+    weights: list[list[float]] = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, model: Any) -> None:
+            norms = [p for n, p in model.named_parameters() if n.endswith("norm.weight")]
+            local = [p.to_local() if isinstance(p, DTensor) else p for p in norms]
+            weights.append([float(part.double().sum()) for part in local])
+
+    callbacks = [Count(), SpoilEmbedding(), PutToken(2), Watch()]
+    trainer = build(strategy, folder, callbacks, nonfinite_action="skip")
+    trainer.train()
+    return {"held": weights[2] == weights[1], "moved": weights[3] != weights[2]}
+
+
+def predicted(strategy: str, folder: str) -> dict[str, Any]:
+    trainer = build(strategy, folder, [Count()])
+    result = trainer.predict(trainer.eval_dataset)
+    return {"logits": torch.as_tensor(result.predictions), "labels": result.label_ids.tolist()}
+
+
+def evaluated(strategy: str, folder: str) -> dict[str, Any]:
+    trainer = build(strategy, folder, [Count()])
+    metrics = trainer.evaluate()
+    prompt = torch.tensor([[5, 6, 7]])
+    trainer.model.eval()
+    tokens = trainer.strategy.generate(prompt, max_new_tokens=5, do_sample=False)
+    return {"loss": metrics["eval_loss"], "tokens": tokens.tolist()}
