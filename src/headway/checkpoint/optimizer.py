@@ -311,8 +311,9 @@ def _read_states(
                 device = torch.device("cpu") if on_host else param.device
                 places[f"{key}.{name}"] = (name, key, param, device)
     destinations = []
-    for full_name, stored in reader.locate(places).items():
-        name, key, param, device = places[full_name]
+    located = reader.locate(places)
+    for full_name, (name, key, param, device) in places.items():
+        stored = located[full_name]
         tensor = optimizer.state.get(param, {}).get(key)
         if not (
             isinstance(tensor, torch.Tensor)
