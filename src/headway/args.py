@@ -367,7 +367,9 @@ class FSDP2Arguments:
     shard_transformer_layers: bool = True
     """Shard each block before the whole model; without it little memory is saved."""
     transformer_layers_path: str = "causal_lm.layer_stack.layers"
-    """Dotted path from the model to its blocks."""
+    """Dotted path from the model to its blocks; the default finds them where it leads nowhere."""
+    shard_size: int | None = None
+    """Ranks that share one copy of the model; groups of so many hold a copy each. None: all."""
 
 
 @dataclass(kw_only=True)

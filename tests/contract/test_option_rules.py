@@ -123,6 +123,7 @@ CASES = [
     ("H49", "single", {"on_damaged_checkpoint": "ignore"}, "unknown on_damaged_checkpoint"),
     ("H50", "single", {"load_components": ["model", "optimiser"]}, "did you mean 'optimizer'"),
     ("H50", "single", {"load_components": []}, "load_components is an empty list"),
+    ("H51", "fsdp2", {"fsdp2.shard_size": 1}, "shard_size must be 2 and more ranks, or None"),
     ("H70", "pipeline", {"pipe_schedule": "GPip"}, "did you mean 'GPipe'"),
     ("H71", "pipeline", {"pipeline_size": 1}, "pipeline_size must be 2 or more"),
     ("H72", "pipeline", {"pipe_schedule": "DualPipeV", "torch_compile": True},

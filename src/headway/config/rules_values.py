@@ -153,6 +153,13 @@ def _reshard(args: Any) -> str | None:
     return f"fsdp2.reshard_after_forward must be True, False or 2 and more ranks, got {value}"
 
 
+def _shard_size(args: Any) -> str | None:
+    value = args.fsdp2.shard_size
+    if value is None or value >= 2:
+        return None
+    return f"fsdp2.shard_size must be 2 and more ranks, or None for all of them, got {value}"
+
+
 def _number_rules() -> Iterator[tuple[tuple[str, ...], str, Any]]:
     """Options, description and maker of a check, for the plain ranges."""
     yield (
@@ -224,6 +231,8 @@ def _own_rules() -> Iterator[Rule]:
                in_range("pipeline_size", 2))  # fmt: skip
     yield Rule("H47", ("fsdp2.reshard_after_forward",), "args",
                "A number of ranks to reshard over is 2 or more.", _reshard)  # fmt: skip
+    yield Rule("H51", ("fsdp2.shard_size",), "args",
+               "A number of ranks that share a copy is 2 or more.", _shard_size)  # fmt: skip
 
 
 def _reference_rules() -> Iterator[Rule]:

@@ -1,0 +1,93 @@
+"""The repeated blocks of a model, by a path or found by their looks.
+
+Owns: reading `transformer_layers_path`, and the search. Does not own: what is done with blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from headway.checkpoint.model import clean_name
+from headway.errors import ConfigError, nearest
+
+OPTION = "fsdp2.transformer_layers_path"
+DEFAULT_PATH = "causal_lm.layer_stack.layers"
+"""The option's default; in a model without such a path the blocks are searched for."""
+
+logger = logging.getLogger(__name__)
+
+Blocks = list[tuple[str, nn.Module]]
+
+
+def find_blocks(model: nn.Module, path: str) -> Blocks:
+    """The blocks of a model with their names; none where `path` is empty.
+
+    A path leads to the container of the blocks. Without one, they are the members of the longest
+    list of modules of one class that is not itself inside such a list, and of all other lists of
+    that class (the two halves of an encoder-decoder).
+    """
+    if not path:
+        return []
+    named = {clean_name(name): module for name, module in model.named_modules()}
+    if path in named:
+        return _members(path, named[path])
+    lists = _lists_of_blocks(named)
+    if path != DEFAULT_PATH:
+        raise ConfigError(_describe_lost(path, model, named))
+    if not lists:
+        logger.warning(
+            "%s has no list of blocks: its parameters are gathered all at once, which saves "
+            "little memory (%s)",
+            type(model).__name__,
+            OPTION,
+        )
+        return []
+    longest = max(lists.values(), key=len)
+    kind = type(longest[0])
+    return [
+        (f"{name}.{key}", block)
+        for name, blocks in lists.items()
+        if type(blocks[0]) is kind
+        for key, block in named[name].named_children()
+    ]
+
+
+def _describe_lost(path: str, model: nn.Module, named: dict[str, nn.Module]) -> str:
+    paths = [name for name, module in named.items() if name and _is_container(module)]
+    text = f"{OPTION}={path!r} leads to nothing in {type(model).__name__}"
+    if not paths:
+        return f"{text}, which has no list of modules; '' shards the model as one"
+    hint = nearest(path, paths)
+    asked = f"; did you mean {hint!r}?" if hint else "."
+    return f"{text}{asked} Lists of modules in it: {', '.join(paths[:8])}"
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+
+
+def _members(path: str, container: nn.Module) -> Blocks:
+    if not _is_container(container):
+        raise ConfigError(
+            f"{OPTION}={path!r} is a {type(container).__name__}, not a list of blocks "
+            f"(ModuleList, Sequential or ModuleDict)"
+        )
+    return [(f"{path}.{name}", block) for name, block in container.named_children()]
+
+
+def _lists_of_blocks(named: dict[str, nn.Module]) -> dict[str, list[nn.Module]]:
+    """Outermost lists of modules of one class that have parameters."""
+    found: dict[str, list[nn.Module]] = {}
+    for name, module in named.items():
+        if not name or not isinstance(module, nn.ModuleList):
+            continue
+        if any(name.startswith(f"{outer}.") for outer in found):
+            continue  # for example the experts of one layer
+        blocks = list(module)
+        if len({type(block) for block in blocks}) == 1 and all(
+            any(True for _ in block.parameters()) for block in blocks
+        ):
+            found[name] = blocks
+    return found

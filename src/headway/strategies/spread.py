@@ -1,0 +1,91 @@
+"""Initial values on their way into a sharded model.
+
+Owns: filling each rank's slices from streamed values; making ranks that built whole models agree.
+Does not own: the values (models/initial.py) or the cut (fsdp2.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from headway.checkpoint.model import clean_name
+from headway.checkpoint.sharding import local_part, local_tensor
+from headway.dist.agreement import require_equal
+from headway.models.initial import can_stream, initial_tensors
+from headway.strategies.source import ModelSource
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StreamingPlan:
+    """A model whose values can be had tensor by tensor."""
+
+    source: ModelSource
+    blank: nn.Module
+    """As it was made on the meta device: nothing wrapped, nothing cut."""
+
+
+def plan_streaming(source: ModelSource) -> StreamingPlan | None:
+    """How to initialise without a whole model on any rank; None where that cannot be."""
+    if source.ready:
+        return None
+    try:
+        blank = source.build_meta()
+    except Exception as error:
+        logger.info("model_init does not run on the meta device (%s)", error)
+        return None
+    return StreamingPlan(source, blank) if can_stream(source, blank) else None
+
+
+@torch.no_grad()
+def fill_shards(model: nn.Module, plan: StreamingPlan, device: torch.device) -> None:
+    """Give a sharded model on the meta device memory on `device` and its initial values."""
+    ties = _names_by_tensor(model)
+    model.to_empty(device=device)
+    for names in ties:
+        _tie(model, names)
+    targets: dict[str, Tensor] = {
+        clean_name(name): tensor
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    parts = {name: local_part(tensor) for name, tensor in targets.items()}
+    for name, value in initial_tensors(plan.source, plan.blank, list(targets), parts):
+        local_tensor(targets[name]).copy_(value)
+
+
+def _names_by_tensor(model: nn.Module) -> list[list[str]]:
+    """The names of every parameter that has more than one."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _tie(model: nn.Module, names: list[str]) -> None:
+    """Make all names the first one's Parameter again: memory was given to each on its own."""
+    first, *others = names
+    parameter = model.get_parameter(first)
+    for name in others:
+        prefix, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(prefix), leaf, parameter)
+
+
+@torch.no_grad()
+def same_on_all_ranks(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give every rank's whole model the values of rank 0's, one tensor at a time."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    layout = {name: f"{list(t.shape)} of {t.dtype}" for name, t in tensors.items()}
+    require_equal({"model": json.dumps({"model": layout})}, group)
+    for tensor in tensors.values():
+        if tensor.numel() == 0:
+            continue
+        value = tensor.detach().contiguous().cpu()
+        dist.broadcast(value.reshape(-1).view(torch.uint8), 0, group=group)
+        tensor.copy_(value)
