@@ -35,7 +35,7 @@ VERBS = {
     "doctor": "what this machine has, and what to do about what it lacks",
 }
 
-_OUT_OF_PLACE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+OUT_OF_PLACE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 
 logger = logging.getLogger("headway.cli")
 
@@ -68,18 +68,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             # The reader is gone; Python would complain once more when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        except KeyboardInterrupt:
-            say_error(["interrupted"])
-            return 130
-        except ConfigError as error:
-            return _fail(error, error.problems, 2)
-        except _OUT_OF_PLACE as error:
-            return _fail(error, [f"{error.filename or ''}: {error.strerror}".lstrip(": ")], 2)
-        except Exception as error:
-            if _is_checkpoint_error(error):
-                return _fail(error, str(error).splitlines(), 1)
-            traceback.print_exc()
-            return 1
+        except (KeyboardInterrupt, Exception) as error:
+            problems, code = explain(error)
+            if problems is None:
+                traceback.print_exc()
+            else:
+                logger.debug("the error in full", exc_info=error)
+                say_error(problems)
+            return code
+
+
+def explain(error: BaseException) -> tuple[list[str] | None, int]:
+    """What to say of an error, line by line, and the exit code; None stands for a traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        return ["interrupted"], 130
+    if isinstance(error, ConfigError):
+        return error.problems, 2
+    if isinstance(error, OUT_OF_PLACE):
+        return [f"{error.filename or ''}: {error.strerror}".lstrip(": ")], 2
+    if _is_checkpoint_error(error):
+        return str(error).splitlines(), 1
+    return None, 1
 
 
 def _run(words: list[str]) -> int:
@@ -173,13 +182,7 @@ def _let_import_from_here() -> None:
         sys.path.append(here)
 
 
-def _is_checkpoint_error(error: Exception) -> bool:
+def _is_checkpoint_error(error: BaseException) -> bool:
     from headway.checkpoint.errors import CheckpointError
 
     return isinstance(error, CheckpointError)
-
-
-def _fail(error: BaseException, problems: Sequence[str], code: int) -> int:
-    logger.debug("the error in full", exc_info=error)
-    say_error(problems)
-    return code

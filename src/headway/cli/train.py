@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from headway.cli.launch import (
+    add_launch_arguments,
+    choose_resume,
+    launch,
+    refuse_without_nproc,
+)
 
 if TYPE_CHECKING:
     from headway.config.schema import RunConfig
@@ -20,7 +26,8 @@ _RUN_FILE_KEYS = {"train_dataset": "data.train", "eval_dataset": "data.eval"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.usage = (
-        "headway train CONFIG [--resume PATH | --no-resume] [--json] [--any.key=value ...]"
+        "headway train CONFIG [--resume PATH | --no-resume] [--json] [--nproc N "
+        "[--nnodes M --rdzv-endpoint HOST:PORT] [--max-restarts K]] [--any.key=value ...]"
     )
     parser.epilog = (
         "Any key of the run file can be set: --args.max_steps=100 --model.num_layers=4. "
@@ -31,17 +38,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--resume", metavar="PATH", help="continue from this checkpoint")
     group.add_argument("--no-resume", action="store_true", help="start afresh")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_launch_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Train; 0 when done or stopped by `stop_at`, 128 + signal when a signal stopped it."""
-    from headway.cli.messages import print_json
+    if options.nproc is not None:
+        return launch(options)
+    refuse_without_nproc(options)
+    from headway.cli.rank import run_as_rank
     from headway.config.load import load_run
 
-    run_config = load_run(options.config, options.overrides)
-    resume: bool | str | None = False if options.no_resume else options.resume
+    return run_as_rank(
+        lambda: load_run(options.config, options.overrides),
+        lambda run_config: _run(options, run_config),
+    )
 
+
+def _run(options: argparse.Namespace, run_config: RunConfig) -> int:
+    from headway.cli.messages import print_json
     from headway.engine.signals import ignore_save_requests
+
+    given: bool | str | None = False if options.no_resume else options.resume
+    resume = choose_resume(given, run_config.args.output_dir)
 
     with ignore_save_requests():
         from headway.trainers.from_config import build_trainer
@@ -50,6 +69,8 @@ def run(options: argparse.Namespace) -> int:
         if options.quiet:
             silence(trainer)
         output = _train(options, trainer, run_config, resume)
+    if not trainer.state.is_world_process_zero:
+        return exit_code(output)
     if options.json:
         print_json(summarise(trainer, output))
     else:
@@ -82,6 +103,7 @@ def _train(
 
 def _explain_misfit(error: Exception, run_config: RunConfig, given: str | None) -> list[str]:
     from headway.checkpoint import find_latest_checkpoint
+    from headway.checkpoint.jsonfile import read_json_object
     from headway.config.snapshot import resolved_config
     from headway.trainers.resume import compare_configs
 
@@ -90,7 +112,7 @@ def _explain_misfit(error: Exception, run_config: RunConfig, given: str | None) 
     stored = Path(path, "run", "config.json") if path is not None else None
     changed = []
     if stored is not None and stored.is_file():
-        saved = json.loads(stored.read_text(encoding="utf-8"))
+        saved = read_json_object(stored)
         changed = [
             f"{item.key} was {item.saved!r} and is now {item.current!r}"
             for item in compare_configs(saved, resolved_config(run_config), ())

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 _SHOWN_CHARACTERS = 80
 
 
+class CommonMistake(ConfigError):
+    """A mistake that all ranks found together: every one of them has these same words for it."""
+
+
 def agree_bits(value: int, group: ProcessGroup | None = None) -> int:
     """The bitwise or over all ranks; every rank must call it. Bits 0 to 62."""
     import torch
@@ -55,23 +59,52 @@ def require_equal(facts: Mapping[str, str], group: ProcessGroup | None = None) -
         return
     problems = find_differences(exchange(dict(facts), group))
     if problems:
-        raise ConfigError(problems)
+        raise CommonMistake(problems)
 
 
 def find_differences(said: list[dict[str, str]]) -> list[str]:
-    """One problem per fact that is not the same on all ranks, with who has what."""
+    """One problem per fact that is not the same on all ranks, with who has what.
+
+    Of facts that are whole JSON objects, such as a configuration, the keys that differ are named.
+    """
     problems = []
     for fact in dict.fromkeys(name for facts in said for name in facts):
+        values = [facts.get(fact) for facts in said]
+        if len(set(values)) == 1:
+            continue
+        opened = [_leaves(value) for value in values]
+        if all(opened):
+            problems += find_differences(opened)
+            continue
         holders: dict[str | None, list[int]] = {}
-        for rank, facts in enumerate(said):
-            holders.setdefault(facts.get(fact), []).append(rank)
-        if len(holders) > 1:
-            told = "; ".join(
-                f"{'not given' if value is None else _shorten(value)} on {spell_ranks(ranks)}"
-                for value, ranks in holders.items()
-            )
-            problems.append(f"{fact}: differs between ranks: {told}; it must be the same on all")
+        for rank, value in enumerate(values):
+            holders.setdefault(value, []).append(rank)
+        told = "; ".join(
+            f"{'not given' if value is None else _shorten(value)} on {spell_ranks(ranks)}"
+            for value, ranks in holders.items()
+        )
+        problems.append(f"{fact}: differs between ranks: {told}; it must be the same on all")
     return problems
+
+
+def _leaves(text: str | None) -> dict[str, str]:
+    """The single values of a JSON object by dotted key; nothing where the text is not one."""
+    try:
+        value = json.loads(text or "")
+    except ValueError:
+        return {}
+    leaves: dict[str, str] = {}
+
+    def open_up(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                open_up(f"{prefix}.{key}" if prefix else key, inner)
+        else:
+            leaves[prefix] = json.dumps(value)
+
+    if isinstance(value, dict):
+        open_up("", value)
+    return leaves
 
 
 def spell_ranks(ranks: list[int]) -> str:
@@ -81,8 +114,7 @@ def spell_ranks(ranks: list[int]) -> str:
 
 
 def _shorten(value: str) -> str:
-    text = value if len(value) <= _SHOWN_CHARACTERS else f"{value[:_SHOWN_CHARACTERS]}..."
-    return repr(text)
+    return value if len(value) <= _SHOWN_CHARACTERS else f"{value[:_SHOWN_CHARACTERS]}..."
 
 
 def _host(group: ProcessGroup | None) -> ProcessGroup:

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from headway.dist.processes import ProcessIdentity, identify
+
 FOLDER_VARIABLE = "HEADWAY_LAUNCH_DIR"
+_FINAL_CODES = (0, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class RankEnd:
     rank: int
     attempt: int
     code: int
+    reason: str = ""
+    """What went wrong, in one line."""
     victim: bool = False
     """Whether it ended because another rank did."""
 
@@ -36,31 +42,43 @@ def note_start() -> None:
     """Say that this rank is up and takes signals. Does nothing without a launcher."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder:
-        _write(Path(folder, f"{_name()}.pid"), str(os.getpid()))
+        # A machine that joined or left makes ranks start again without a restart being counted.
+        Path(folder, f"{_name()}.end").unlink(missing_ok=True)
+        _write(Path(folder, f"{_name()}.pid"), json.dumps(asdict(identify())))
 
 
-def note_exit(code: int, *, victim: bool = False) -> None:
+def note_exit(code: int, reason: str = "", *, victim: bool = False) -> None:
     """Say how this rank ends; the first word counts. Does nothing without a launcher."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
         return
     path = Path(folder, f"{_name()}.end")
     if not path.exists():
-        end = RankEnd(int(os.environ.get("RANK", "0")), attempt(), code, victim)
+        end = RankEnd(int(os.environ.get("RANK", "0")), attempt(), code, reason, victim)
         _write(path, json.dumps(asdict(end)))
 
 
-def read_pids(folder: Path) -> dict[int, int]:
-    """Process numbers of the ranks of this machine's newest attempt that have not ended."""
-    newest: dict[int, tuple[int, int]] = {}
+def code_for_torchrun(code: int) -> int:
+    """The exit code of a rank: 0 where a restart must not follow, and the launcher knows better.
+
+    A stop on request and a mistake of the user's are not cured by starting again.
+    """
+    return 0 if is_launched() and code in _FINAL_CODES else code
+
+
+def read_running(folder: Path) -> dict[tuple[int, int], ProcessIdentity]:
+    """The ranks of this machine that did not say that they ended, by attempt and rank."""
+    running = {}
     for path in folder.glob("*.pid"):
-        try:
-            number, rank = map(int, path.stem.split("-"))
-            if not path.with_suffix(".end").exists() and number >= newest.get(rank, (-1, 0))[0]:
-                newest[rank] = (number, int(path.read_text()))
-        except (OSError, ValueError):  # half-written or just removed
+        if path.with_suffix(".end").exists():
             continue
-    return {rank: pid for rank, (_, pid) in newest.items()}
+        try:
+            attempt_number, rank = map(int, path.stem.split("-"))
+            process = ProcessIdentity.from_json(json.loads(path.read_text()))
+        except (OSError, ValueError, KeyError):
+            continue  # just removed
+        running[attempt_number, rank] = process
+    return running
 
 
 def read_ends(folder: Path) -> list[RankEnd]:

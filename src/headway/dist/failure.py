@@ -6,6 +6,7 @@ Does not own: noticing that a rank is gone (watch.py).
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -59,14 +60,25 @@ def guard_run() -> Iterator[None]:
         raise
     except BaseException as error:
         watch = current_watch()
-        if watch is None:
+        if watch is None or (isinstance(error, SystemExit) and not error.code):
             raise
         if is_peer_loss(error):
-            failure = watch.find_culprit()
+            with _hold_sigterm():
+                failure = watch.find_culprit()
             if failure is not None and failure.rank != watch.rank:
                 raise PeerFailure(failure, watch.world_size) from error
         tell_failure(error)
         raise
+
+
+@contextmanager
+def _hold_sigterm() -> Iterator[None]:
+    """torchrun ends the others as soon as it sees a rank dead; the message must come first."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def tell_failure(error: BaseException) -> None:

@@ -13,7 +13,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -106,12 +106,16 @@ def init_distributed(
     environ: Mapping[str, str] | None = None,
     rendezvous_s: float = RENDEZVOUS_S,
     alone: bool = False,
+    problems: Sequence[str] = (),
 ) -> DistributedContext:
     """Join the other ranks that the launcher started; with none, the context of a lone process.
 
     `backend` is 'gloo' where the device is the CPU and 'cpu:gloo,cuda:nccl' on CUDA unless given.
     `timeout_s` limits one collective, `rendezvous_s` the wait for all ranks to come. `alone` makes
     a group for a single rank too. A group that exists already is kept, and only watched.
+
+    `problems` are a rank's reasons not to go on: every rank meets the others all the same, and all
+    raise one `ConfigError` that tells each problem once, with the ranks that have it.
     """
     global _up
     if _up is not None and _is_current(_up):
@@ -119,16 +123,18 @@ def init_distributed(
     _up = None
     variables = os.environ if environ is None else environ
     facts = detect_env(variables, use_cpu=True)
+    reasons = list(problems)
     if _default_group() is not None:
         _up = _adopt(facts, device, use_cpu)
     elif facts.world_size > 1 or alone:
-        problems: list[str] = []
         try:
             facts = detect_env(variables, use_cpu=use_cpu, device=device)
         except ConfigError as error:
             # Not raised yet: the others are on their way to the rendezvous and must learn of it.
-            problems = error.problems
-        _up = _create(facts, backend, timeout_s, rendezvous_s, variables, problems)
+            reasons += error.problems
+        _up = _create(facts, backend, timeout_s, rendezvous_s, variables, reasons)
+    elif reasons:
+        raise ConfigError(reasons)
     else:
         return _context(detect_env(variables, use_cpu=use_cpu, device=device), None)
     return _up.context
@@ -198,7 +204,7 @@ def _create(
 
     on_cuda = facts.device.startswith("cuda")
     chosen = backend or ("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
-    problems += [] if problems else _check_backend(chosen, on_cuda)
+    problems = problems or _check_backend(chosen, on_cuda)
     endpoint = _endpoint(variables, facts)
     store: Any = None
     if endpoint is None:
@@ -328,7 +334,7 @@ def _check_greetings(said: list[dict[str, Any]]) -> None:
             f"card, which NCCL cannot; start at most {len(cards)} in all, or set args.use_cpu"
         )
     if problems:
-        raise ConfigError(problems)
+        raise agreement.CommonMistake(problems)
 
 
 def _check_backend(backend: str, on_cuda: bool) -> list[str]:

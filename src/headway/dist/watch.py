@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
+from headway.dist.exits import code_for_torchrun, note_exit
 from headway.dist.processes import ProcessIdentity, look_at
 
 BEAT_S = 1.0
@@ -118,6 +119,11 @@ class Watch:
         """Whether no other rank has asked this of the same text; True when nobody can tell."""
         return self._ask(lambda: self._claim(text)) is not False
 
+    @property
+    def ending(self) -> bool:
+        """Whether something has gone wrong, so that this process will not live long."""
+        return self._suspicious or self.failure is not None
+
     def leave(self) -> None:
         """From here on no rank is missed; for the time when all end together."""
         self._leaving = True
@@ -173,24 +179,27 @@ class Watch:
                     self._look()
                     self._last_contact = time.monotonic()
                     next_beat = now + (BEAT_S / 4 if self._suspicious else BEAT_S)
-                self._serve(max(0.0, next_beat - time.monotonic()))
+                if self._serve(max(0.0, next_beat - time.monotonic())):
+                    next_beat = now
         except RuntimeError as error:
             if not self._leaving and not self._over.is_set():
                 self._blame_keeper(str(error).partition("\n")[0])
 
-    def _serve(self, wait_s: float) -> None:
+    def _serve(self, wait_s: float) -> bool:
+        """Do what the process asks for, if anything; True when it asks to look at once."""
         try:
             item = self._requests.get(timeout=wait_s)
         except Empty:
-            return
+            return False
         if item is None:
-            return
+            return True
         request, answer = item
         try:
             answer.set_result(request())
         except RuntimeError as error:
             answer.set_exception(error)
             raise
+        return False
 
     def _look(self) -> None:
         """Read the record; look at the neighbours, or at everyone when someone must be gone."""
@@ -280,7 +289,8 @@ class Watch:
                 continue
             since_s = now - self._failed_at
             if since_s > LAST_S or (since_s > GRACE_S and not self._out and not self._leaving):
-                end_process(2 if failure.kind == "mistake" else 1)
+                code = 2 if failure.kind == "mistake" else 1
+                end_process(code, failure.describe(self.world_size))
 
 
 def frozen_limit_s() -> float:
@@ -305,15 +315,13 @@ def say(text: str) -> None:
         pass
 
 
-def end_process(code: int) -> None:
-    """End at once, leaving the code where the launcher looks for it."""
-    from headway.dist.exits import note_exit
-
-    note_exit(code, victim=True)
+def end_process(code: int, reason: str) -> None:
+    """End at once because of another rank, leaving word where the launcher looks for it."""
+    note_exit(code, reason, victim=True)
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()
     flush.join(0.5)
-    os._exit(code)
+    os._exit(code_for_torchrun(code))
 
 
 def _flush() -> None:

@@ -1,0 +1,139 @@
+"""A verb as one rank of several: it joins the others, says nothing twice, and leaves in order.
+
+Owns: the life of a rank process around what a verb does. Does not own: starting ranks (launch.py),
+process groups (dist/).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from headway.cli.main import OUT_OF_PLACE, explain
+from headway.cli.messages import say_error
+from headway.dist.env import detect_env
+from headway.dist.exits import code_for_torchrun, is_launched, note_exit, note_start
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.config.schema import RunConfig
+
+
+def run_as_rank(load: Callable[[], RunConfig], work: Callable[[RunConfig], int]) -> int:
+    """Read the run, do the work, return the exit code; with other ranks where there are some.
+
+    What is wrong with the run on any rank is told once, and ends all of them.
+    """
+    env = detect_env(use_cpu=True)
+    if not env.is_distributed and not is_launched():
+        return work(load())
+    if threads_take_signals():
+        signal.signal(signal.SIGTERM, _stop_early)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    note_start()
+    _lower_voice(env.rank)
+    reason, victim = "", False
+    try:
+        code = _work(load, work)
+    except BaseException as error:
+        code, reason, victim = _tell(error, env.rank)
+    return _end(code, reason, victim)
+
+
+def threads_take_signals() -> bool:
+    """Whether handlers can be set here: on the main thread only."""
+    import threading
+
+    return threading.current_thread() is threading.main_thread()
+
+
+def _work(load: Callable[[], RunConfig], work: Callable[[RunConfig], int]) -> int:
+    problems: list[str] = []
+    options: dict[str, Any] = {"use_cpu": True}
+    run_config = None
+    try:
+        run_config = load()
+        options = {"use_cpu": run_config.args.use_cpu, "device": run_config.args.device}
+    except (ConfigError, *OUT_OF_PLACE) as error:
+        problems = explain(error)[0] or [str(error)]
+
+    from headway.dist.failure import guard_run
+    from headway.dist.group import cleanup_distributed, init_distributed
+
+    context = init_distributed(**options, problems=problems)
+    assert run_config is not None, "problems are raised"
+    with guard_run():
+        code = work(run_config)
+    cleanup_distributed(context)
+    return code
+
+
+def _tell(error: BaseException, rank: int) -> tuple[int, str, bool]:
+    """Say what went wrong unless another rank does: the exit code, one line, whose fault it is."""
+    from headway.dist.agreement import CommonMistake
+    from headway.dist.failure import PeerFailure, current_watch, first_to_say
+
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1, "", False
+    if isinstance(error, PeerFailure):
+        if first_to_say(str(error)):
+            say_error([str(error)])
+        return (2 if error.kind == "mistake" else 1), str(error), True
+    problems, code = explain(error)
+    if problems is not None:
+        common = isinstance(error, CommonMistake)
+        if rank == 0 if common else first_to_say("\n".join(problems)):
+            say_error(problems)
+        return code, problems[0], False
+    line = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    watch = current_watch()
+    if watch is None or watch.failure is None:
+        traceback.print_exception(error)
+        return code, f"rank {rank} failed: {line}", False
+    # Only the first to fail shows where: what others met after it, or with it, is one line.
+    if watch.failure.rank == rank:
+        traceback.print_exception(error)
+    elif line != watch.failure.reason and first_to_say(line):
+        say_error([f"rank {rank} failed as well: {line}"])
+    return code, watch.failure.describe(watch.world_size), watch.failure.rank != rank
+
+
+def _end(code: int, reason: str, victim: bool) -> int:
+    from headway.dist.failure import current_watch
+    from headway.dist.group import current_context
+
+    note_exit(code, reason, victim=victim)
+    if current_context() is None:
+        return code_for_torchrun(code)
+    # A group with a rank missing cannot be taken down: it may wait, and abort, without end.
+    watch = current_watch()
+    if watch is not None:
+        watch.wait_until_known()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code_for_torchrun(code))
+
+
+def _stop_early(number: int, frame: FrameType | None) -> None:
+    """SIGTERM outside of training: nothing to save, so the process just ends."""
+    from headway.dist.failure import current_watch
+
+    watch = current_watch()
+    if watch is None or not watch.ending:
+        raise SystemExit(128 + number)
+
+
+def _lower_voice(rank: int) -> None:
+    """What all ranks would log, rank 0 logs; with --verbose every rank does, by name."""
+    logger = logging.getLogger("headway")
+    if logger.level <= logging.DEBUG:
+        for handler in logger.handlers:
+            handler.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s"))
+    elif rank > 0:
+        logger.setLevel(logging.ERROR)
