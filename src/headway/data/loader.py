@@ -10,52 +10,29 @@ of workers goes on exactly where the last one stopped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from headway.data.collate import default_collator
 from headway.data.counting import count_targets, count_tokens
 from headway.data.dealing import Deal
 from headway.data.fetch import Collator, Fetcher, Loaded, Request, WorkerPool, pin
+from headway.data.kinds import classify, is_sharded
 from headway.data.order import IndexArray, SampleOrder
 from headway.data.streams import BatchStream, Chunk, SampleStream
+from headway.data.windows import Window, WindowTotals, join_parts
 from headway.errors import ConfigError
 
-__all__ = ["Window", "WindowLoader", "WindowTotals", "count_targets", "count_tokens"]
+__all__ = ["Window", "WindowLoader", "WindowTotals", "classify", "count_targets", "count_tokens"]
 
 logger = logging.getLogger("headway")
 
 _STATE_VERSION = 1
 _BLOCK_SAMPLES = 4096
-
-
-@dataclass(slots=True)
-class WindowTotals:
-    """What a window amounts to over all ranks."""
-
-    num_target_tokens: int | torch.Tensor
-    num_tokens: int
-    num_samples: int
-
-
-@dataclass(slots=True)
-class Window:
-    """All micro-batches of one optimizer step on this rank, and what they amount to."""
-
-    micro_batches: list[Any]
-    num_target_tokens: int | torch.Tensor
-    num_tokens: int
-    num_samples: int
-    sample_ids: IndexArray | None = None
-    totals: WindowTotals | None = None
-    """The counts over all ranks; None where the own ones are all there are."""
-    num_fillers: int = 0
-    """So many of the last micro-batches only stand in, so that ranks run equally many."""
 
 
 @dataclass(slots=True)
@@ -65,6 +42,7 @@ class _Plan:
     indices: IndexArray
     sizes: list[int]
     num_global_samples: int
+    """Samples of the window on all ranks."""
 
     def requests(self, seed: int, epoch: int) -> Iterator[Request]:
         start = 0
@@ -80,6 +58,9 @@ class WindowLoader:
     ready-made loader of batches, which is read as it is (`batch_size` then has no effect).
     `epoch_batches` is the length of an epoch, in micro-batches, of a stream that has no length:
     the stream goes on across such epochs and starts again only when it ends.
+
+    A stream, or a loader of batches, is dealt out to the ranks like any other data; where
+    `is_sharded` finds that it gives each rank its own share, this rank reads it whole.
     """
 
     def __init__(
@@ -113,7 +94,7 @@ class WindowLoader:
         self._epoch_batches = epoch_batches
         self._batches_done = 0
         self._num_workers = num_workers
-        self._pin_memory = pin_memory and torch.cuda.is_available()
+        self.pins_memory = pin_memory and torch.cuda.is_available()
         self._persistent_workers = persistent_workers and num_workers > 0
         self._prefetch_factor = prefetch_factor if num_workers > 0 else None
         self._pools: dict[str, WorkerPool] = {}
@@ -121,6 +102,10 @@ class WindowLoader:
         self._stream: SampleStream | BatchStream | None = None
         self._stream_ended = False
         self.kind = classify(dataset)
+        self.is_sharded = self.kind != "map" and world_size > 1 and is_sharded(dataset)
+        self._stream_deal = (
+            replace(self.deal, rank=0, world_size=1) if self.is_sharded else self.deal
+        )
         self.num_samples: int | None = None
         if self.kind == "map":
             self.num_samples = len(dataset)
@@ -168,7 +153,9 @@ class WindowLoader:
             length = len(self.dataset)
         except (TypeError, NotImplementedError, AttributeError):
             return None
-        return length if self.kind == "batches" else self.deal.num_batches(length)
+        # The same on every rank: the first one has at least as much as any other.
+        deal = replace(self._stream_deal, rank=0)
+        return -(-length // deal.world_size) if self.kind == "batches" else deal.num_batches(length)
 
     # ---- reading
 
@@ -188,47 +175,79 @@ class WindowLoader:
 
         The position advances as a window is handed out. The last window may be smaller.
         """
-        return self._map_windows() if self.num_samples is not None else self._stream_windows()
+        for (window,) in self.rounds((self.deal.rank,)):
+            yield window
 
     def batches(self) -> Iterator[Any]:
         """Every micro-batch of one pass on this rank, for evaluation; moves no position."""
-        if self.num_samples is None:
-            stream = self._make_stream()
-            stream.open(seed=self.seed, epoch=self.epoch)
-            while (chunk := stream.read()) is not None:
-                if chunk.num_samples:
-                    yield chunk.batch
-            return
-        plans = self._plan(self.epoch, 0)
-        requests = (request for plan in plans for request in plan.requests(self.seed, self.epoch))
-        for loaded in self._load(requests, "batches"):
-            yield loaded.batch
+        for (window,) in self.evaluation_rounds((self.deal.rank,)):
+            yield from window.micro_batches
 
-    def _map_windows(self) -> Iterator[Window]:
+    def rounds(self, ranks: Sequence[int]) -> Iterator[list[Window]]:
+        """Like `windows`, but of several ranks at once, in the order of `ranks`."""
+        if self.num_samples is None:
+            yield from self._stream_rounds(self._own_share(ranks))
+            return
+        for count, windows in self._map_rounds(ranks, self.deal, self.position, "windows"):
+            self.position += count
+            yield windows
+
+    def evaluation_rounds(self, ranks: Sequence[int]) -> Iterator[list[Window]]:
+        """Like `batches`, but of several ranks at once: windows of at most one micro-batch."""
+        if self.num_samples is not None:
+            deal = replace(self.deal, accumulation=1)
+            for _, windows in self._map_rounds(ranks, deal, 0, "batches"):
+                yield windows
+            return
+        ranks = self._own_share(ranks)
+        stream = self._make_stream()
+        stream.ranks = ranks
+        stream.open(seed=self.seed, epoch=self.epoch)
+        while stream.is_open and (chunks := _read(stream, self._chunks_for(1))):
+            yield self._share_out(chunks, ranks)
+
+    def read_one(self) -> Any:
+        """A batch of one sample from the beginning of the data; None where there is none."""
+        if self.num_samples is not None:
+            first = SampleOrder(self.num_samples, self.seed, self.shuffle).indices(self.epoch, 0, 1)
+            return self._fetcher[Request(self.seed, self.epoch, first)].batch
+        stream = self._make_stream(Deal(1))
+        stream.open(seed=self.seed, epoch=self.epoch)
+        chunk = stream.read()
+        stream.close()
+        return None if chunk is None or chunk.parts[0] is None else chunk.parts[0].batch
+
+    def _own_share(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Whose parts to make of a stream: one that is sharded has no other ranks' parts."""
+        assert not self.is_sharded or len(ranks) == 1, "nobody can read a sharded stream for all"
+        return (0,) if self.is_sharded else ranks
+
+    def _map_rounds(
+        self, ranks: Sequence[int], deal: Deal, position: int, purpose: str
+    ) -> Iterator[tuple[int, list[Window]]]:
+        """The windows of `ranks`, each time with the number of samples on all ranks."""
         seed, epoch = self.seed, self.epoch
-        plans = self._plan(epoch, self.position)
+
+        def plan() -> Iterator[tuple[_Plan, ...]]:
+            return zip(*(self._plan(epoch, position, replace(deal, rank=rank)) for rank in ranks))
+
+        loaded: Iterator[Loaded] = iter(())
         if self._num_workers:
             # The same plans twice: workers run ahead in these, windows are grouped by the others.
-            ahead = self._plan(epoch, self.position)
-            requests = (request for plan in ahead for request in plan.requests(seed, epoch))
-            loaded = self._load(requests, "windows")
-        for plan in plans:
-            if self._num_workers:
-                parts = [next(loaded) for _ in plan.sizes]
-            else:
-                parts = list(self._load(plan.requests(seed, epoch), "windows"))
-            self.position += plan.num_global_samples
-            num_targets: int | torch.Tensor = 0
-            num_tokens = 0
-            for part in parts:
-                num_targets += part.num_targets
-                num_tokens += part.num_tokens
-            batches = [part.batch for part in parts]
-            yield Window(batches, num_targets, num_tokens, len(plan.indices), plan.indices)
+            requests = (
+                request for plans in plan() for p in plans for request in p.requests(seed, epoch)
+            )
+            loaded = self._load(requests, purpose)
+        for plans in plan():
+            windows = []
+            for own in plans:
+                if not self._num_workers:
+                    loaded = self._load(own.requests(seed, epoch), purpose)
+                windows.append(join_parts([next(loaded) for _ in own.sizes], own.indices))
+            yield plans[0].num_global_samples, windows
 
-    def _plan(self, epoch: int, position: int) -> Iterator[_Plan]:
+    def _plan(self, epoch: int, position: int, deal: Deal) -> Iterator[_Plan]:
         assert self.num_samples is not None
-        deal = self.deal
         order = SampleOrder(self.num_samples, self.seed, self.shuffle)
         end = position + deal.usable(self.num_samples - position)
         offset, sizes = deal.split(deal.window_samples)
@@ -248,13 +267,13 @@ class WindowLoader:
     def _load(self, requests: Iterable[Request], purpose: str) -> Iterator[Loaded]:
         if self._num_workers == 0:
             loaded = map(self._fetcher.__getitem__, requests)
-            return map(pin, loaded) if self._pin_memory else loaded
+            return map(pin, loaded) if self.pins_memory else loaded
         pool = self._pools.get(purpose)
         if pool is None:
             pool = WorkerPool(
                 self._fetcher,
                 num_workers=self._num_workers,
-                pin_memory=self._pin_memory,
+                pin_memory=self.pins_memory,
                 persistent_workers=self._persistent_workers,
                 prefetch_factor=self._prefetch_factor,
             )
@@ -262,25 +281,49 @@ class WindowLoader:
                 self._pools[purpose] = pool
         return pool.run(requests)
 
-    def _stream_windows(self) -> Iterator[Window]:
+    def _stream_rounds(self, ranks: Sequence[int]) -> Iterator[list[Window]]:
         stream = self._stream
         assert stream is not None
+        if stream.is_open and stream.ranks != ranks:
+            self._stored_stream = stream.state_dict()
+            stream.close()
+        stream.ranks = ranks
         while not self._stream_ended:
             limit = self.deal.accumulation
             if self._epoch_batches is not None:
                 limit = min(limit, self._epoch_batches - self._batches_done)
-            chunks = self._read_stream(stream, limit)
+            chunks = self._read_stream(stream, self._chunks_for(limit))
             if not chunks:
                 return
-            self._batches_done += len(chunks)
+            self._batches_done += -(-len(chunks) // self._chunks_for(1))
             self.position += sum(chunk.num_global_samples for chunk in chunks)
-            kept = [chunk for chunk in chunks if chunk.num_samples]
-            yield Window(
-                [pin(chunk.batch) if self._pin_memory else chunk.batch for chunk in kept],
-                sum(chunk.num_targets for chunk in kept),
-                sum(chunk.num_tokens for chunk in kept),
-                sum(chunk.num_samples for chunk in kept),
+            yield self._share_out(chunks, ranks)
+
+    def _chunks_for(self, num_batches: int) -> int:
+        """How many chunks give each rank so many micro-batches."""
+        return num_batches * (self._stream_deal.world_size if self.kind == "batches" else 1)
+
+    def _share_out(self, chunks: list[Chunk], ranks: Sequence[int]) -> list[Window]:
+        """The window of each rank from what was read."""
+        windows = []
+        for number, rank in enumerate(ranks):
+            if self.kind == "batches":
+                # Whole batches are dealt like samples are: each rank a contiguous part.
+                world_size = self._stream_deal.world_size
+                offset, sizes = Deal(1, len(chunks), rank, world_size).split(len(chunks))
+                parts = [chunk.parts[0] for chunk in chunks[offset : offset + sum(sizes)]]
+            else:
+                parts = [chunk.parts[number] for chunk in chunks]
+            kept = [part for part in parts if part is not None]
+            windows.append(
+                Window(
+                    [pin(part.batch) if self.pins_memory else part.batch for part in kept],
+                    sum(part.num_targets for part in kept),
+                    sum(part.num_tokens for part in kept),
+                    sum(part.num_samples for part in kept),
+                )
             )
+        return windows
 
     def _read_stream(self, stream: SampleStream | BatchStream, limit: int) -> list[Chunk]:
         if limit == 0:
@@ -289,9 +332,7 @@ class WindowLoader:
         if not stream.is_open:
             stream.open(self._stored_stream, seed=self.seed, epoch=self.epoch)
             self._stored_stream = None
-        chunks: list[Chunk] = []
-        while len(chunks) < limit and (chunk := stream.read()) is not None:
-            chunks.append(chunk)
+        chunks = _read(stream, limit)
         if not chunks and self._batches_done == 0:
             if from_start:
                 again = " (a generator can be read only once)" if self.epoch else ""
@@ -304,6 +345,15 @@ class WindowLoader:
         return chunks
 
     # ---- state
+
+    @property
+    def place(self) -> tuple[int, int, bool]:
+        """Position, micro-batches done and whether a stream has ended."""
+        return self.position, self._batches_done, self._stream_ended
+
+    def move_to(self, position: int, num_batches: int, ended: bool) -> None:
+        """Stand where the ranks have agreed to stand in this epoch."""
+        self.position, self._batches_done, self._stream_ended = position, num_batches, ended
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, as plain JSON values."""
@@ -380,13 +430,13 @@ class WindowLoader:
             if callable(notify):
                 notify(self.epoch)
 
-    def _make_stream(self) -> SampleStream | BatchStream:
+    def _make_stream(self, deal: Deal | None = None) -> SampleStream | BatchStream:
         if self.kind == "batches":
             return BatchStream(self.dataset)
         return SampleStream(
             self.dataset,
             self._collate,
-            self.deal,
+            deal or self._stream_deal,
             num_workers=self._num_workers,
             prefetch_factor=self._prefetch_factor,
         )
@@ -401,36 +451,12 @@ class WindowLoader:
             )
 
 
-def classify(dataset: Any) -> str:
-    """How a dataset is read: "map" by index, "iterable" sample by sample, "batches" as it is."""
-    if isinstance(dataset, DataLoader) or _makes_batches(dataset):
-        return "batches"
-    if isinstance(dataset, Mapping):
-        raise ConfigError(
-            f"a dataset is needed, got a {type(dataset).__name__} with the keys "
-            f"{', '.join(map(str, dataset))}; choose one of them"
-        )
-    if isinstance(dataset, IterableDataset):
-        return "iterable"
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        if not isinstance(dataset, (str, bytes)):
-            return "map"
-    elif hasattr(dataset, "__iter__"):
-        return "iterable"
-    raise ConfigError(
-        f"a {type(dataset).__name__} is no dataset; allowed: objects with __getitem__ and __len__, "
-        "iterables of samples, and loaders of batches"
-    )
-
-
-def _makes_batches(dataset: Any) -> bool:
-    if not hasattr(dataset, "__iter__"):
-        return False
-    if any(kind.__module__.startswith("torchdata.") for kind in type(dataset).__mro__):
-        return True
-    return not hasattr(dataset, "__getitem__") and (
-        hasattr(dataset, "batch_size") or hasattr(dataset, "batch_sampler")
-    )
+def _read(stream: SampleStream | BatchStream, limit: int) -> list[Chunk]:
+    """Up to `limit` chunks; fewer only at the end, where the stream closes."""
+    chunks: list[Chunk] = []
+    while len(chunks) < limit and (chunk := stream.read()) is not None:
+        chunks.append(chunk)
+    return chunks
 
 
 def _check_numbers(

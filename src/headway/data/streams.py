@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -33,19 +33,25 @@ from headway.data.jsonable import decode, encode
 logger = logging.getLogger("headway")
 
 
-class Chunk(NamedTuple):
-    """One micro-batch of a stream on this rank (None where it got no sample)."""
+class Part(NamedTuple):
+    """One micro-batch of a stream."""
 
     batch: Any
     num_targets: int | torch.Tensor
     num_tokens: int
     num_samples: int
+
+
+class Chunk(NamedTuple):
+    """What was read at once: a part for each rank read for (None where it got no sample)."""
+
+    parts: list[Part | None]
     num_global_samples: int
     state: Any
 
 
 class _Reader(IterableDataset[Chunk]):
-    """Reads samples from an iterable dataset and makes this rank's micro-batches of them."""
+    """Reads samples from an iterable dataset and makes micro-batches of some ranks of them."""
 
     def __init__(
         self,
@@ -53,6 +59,7 @@ class _Reader(IterableDataset[Chunk]):
         collate: Collator,
         deal: Deal,
         *,
+        ranks: Sequence[int],
         num_skipped: int = 0,
         state: Any = None,
         with_state: bool = False,
@@ -60,6 +67,7 @@ class _Reader(IterableDataset[Chunk]):
         self.dataset = dataset
         self.collate = collate
         self.deal = deal
+        self.ranks = ranks
         self.num_skipped = num_skipped
         self.state = state
         self.with_state = with_state
@@ -76,16 +84,19 @@ class _Reader(IterableDataset[Chunk]):
                 return
             yield self._make(chunk)
 
-    def _make(self, chunk: list[Any]) -> Chunk:
-        base, extra = divmod(len(chunk), self.deal.world_size)
-        rank = self.deal.rank
-        start = rank * base + min(rank, extra)
-        own = chunk[start : start + base + (rank < extra)]
+    def _make(self, samples: list[Any]) -> Chunk:
         state = encode(self.dataset.state_dict()) if self.with_state else None
-        if not own:
-            return Chunk(None, 0, 0, 0, len(chunk), state)
-        batch = self.collate(own)
-        return Chunk(batch, count_targets(batch), count_tokens(batch), len(own), len(chunk), state)
+        base, extra = divmod(len(samples), self.deal.world_size)
+        parts: list[Part | None] = []
+        for rank in self.ranks:
+            start = rank * base + min(rank, extra)
+            own = samples[start : start + base + (rank < extra)]
+            parts.append(make_part(self.collate(own), len(own)) if own else None)
+        return Chunk(parts, len(samples), state)
+
+
+def make_part(batch: Any, num_samples: int) -> Part:
+    return Part(batch, count_targets(batch), count_tokens(batch), num_samples)
 
 
 class SampleStream:
@@ -105,6 +116,8 @@ class SampleStream:
     ) -> None:
         self.dataset = dataset
         self.deal = deal
+        self.ranks: Sequence[int] = (deal.rank,)
+        """The ranks whose parts are made."""
         self.has_state = _has_state(dataset)
         self._collate = collate
         self._in_worker = num_workers > 0
@@ -134,6 +147,7 @@ class SampleStream:
             self.dataset,
             self._collate,
             self.deal,
+            ranks=self.ranks,
             num_skipped=skipped,
             state=stored,
             with_state=self.has_state and self._in_worker,
@@ -141,7 +155,7 @@ class SampleStream:
         self._chunks = iter(reader) if not self._in_worker else iter(self._worker(reader))
 
     def read(self) -> Chunk | None:
-        """The next micro-batch, or None at the end."""
+        """The next micro-batch of each rank, or None at the end."""
         assert self._chunks is not None
         chunk = next(self._chunks, None)
         if chunk is None:
@@ -183,6 +197,9 @@ class BatchStream:
     """A loader that makes its own batches; it is read as it is."""
 
     kind = "batches"
+
+    ranks: Sequence[int] = ()
+    """Batches are not divided: the loader deals them out as they are."""
 
     def __init__(self, loader: Any) -> None:
         self.dataset = loader
@@ -234,7 +251,7 @@ class BatchStream:
             return None
         self._num_batches += 1
         samples = count_samples(batch)
-        return Chunk(batch, count_targets(batch), count_tokens(batch), samples, samples, None)
+        return Chunk([make_part(batch, samples)], samples, None)
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"num_batches": self._num_batches, "epoch": self._epoch}
