@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ import headway
 from headway.checkpoint.digest import DEFAULT_DIGEST, digest_file
 from headway.checkpoint.discovery import committed_in, list_checkpoints
 from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.jsonfile import encode_json
 from headway.checkpoint.manifest import Manifest, is_committed, write_manifest
 from headway.checkpoint.owner import new_nonce
 from headway.checkpoint.storage import (
@@ -94,7 +94,7 @@ class Draft:
 
     def write_json(self, name: str, value: Any, *, indent: int = 1) -> None:
         """Write a JSON file."""
-        self.write_bytes(name, json.dumps(value, indent=indent, allow_nan=False).encode() + b"\n")
+        self.write_bytes(name, encode_json(value, name, indent=indent))
 
     def write_tensor_file(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write one safetensors file."""

@@ -27,7 +27,9 @@ from headway.errors import ConfigError
 MANIFEST_NAME = "checkpoint_manifest.json"
 FORMAT_VERSION = 1
 DIR_PREFIXES = {"training": "checkpoint", "merged": "merged", "export": "export"}
-_MAX_MANIFEST_BYTES = 1 << 28
+# Room for 300,000 files of 200 bytes each, 3 lists and objects to a file.
+_MAX_MANIFEST_BYTES = 1 << 26
+_MAX_MANIFEST_CONTAINERS = 1_000_000
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
 # `.old-`: a checkpoint moved aside while its successor of the same step takes its name. It counts,
 # so that a crash between the two renames loses nothing.
@@ -163,7 +165,7 @@ def read_manifest(path: str | Path) -> Manifest:
     file = directory / MANIFEST_NAME
     if not is_plain_file(directory, MANIFEST_NAME):
         raise CheckpointError(f"{file} does not exist: {directory} is not a committed checkpoint")
-    fields = read_json(file, max_bytes=_MAX_MANIFEST_BYTES)
+    fields = read_json(file, max_bytes=_MAX_MANIFEST_BYTES, max_containers=_MAX_MANIFEST_CONTAINERS)
     _check_structure(fields, file)
     own_digest = fields.pop("digest")
     try:

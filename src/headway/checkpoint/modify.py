@@ -6,7 +6,6 @@ commit of the edited checkpoint (rewrite.py).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from headway.checkpoint.contents import OPTIMIZER_STATE_NAME, TRAINER_STATE_NAME
 from headway.checkpoint.errors import CheckpointError
-from headway.checkpoint.jsonfile import read_json_object
+from headway.checkpoint.jsonfile import encode_json, read_json_object
 from headway.checkpoint.manifest import Manifest, read_manifest
 from headway.checkpoint.rewrite import rewrite
 from headway.errors import ConfigError, unknown
@@ -88,7 +87,7 @@ def modify_checkpoint(
     if dry_run or not editor.changes:
         return editor.changes, None
     texts = {
-        name: json.dumps(editor.files[name], indent=1, allow_nan=False).encode() + b"\n"
+        name: encode_json(editor.files[name], name)
         for name in {change.file for change in editor.changes}
     }
     saved = rewrite(directory, texts, backup=backup)

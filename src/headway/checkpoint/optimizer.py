@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from headway.checkpoint.contents import OPTIMIZER_STATE_NAME
 from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.header import StoredTensor
 from headway.checkpoint.intake import Destination
 from headway.checkpoint.model import describe_names
 from headway.checkpoint.tensors import ShardReader, num_bytes, why_not_storable
@@ -195,7 +197,8 @@ def join_optimizer(
     live = {name: param for members in groups for name, param in members.items()}
     _check_fit(optimizer, live, encoded, reader)
     rest_names = [n for n in reader.weight_map if n.startswith(("param_groups/", "shared/"))]
-    rest = join_tree(encoded["rest"], dict(reader.items(rest_names)))
+    file = str(reader.directory / OPTIMIZER_STATE_NAME)
+    rest = join_tree(encoded["rest"], dict(reader.items(rest_names)), what=file)
     chosen = _match_groups(groups, encoded["groups"], rest["param_groups"])
 
     for group, hyperparameters in zip(optimizer.param_groups, chosen):
@@ -298,31 +301,33 @@ def _read_states(
 ) -> dict[str, dict[str, Any]]:
     """The saved state of every parameter, each tensor in its dtype and on its device."""
     states: dict[str, dict[str, Any]] = {}
-    places: dict[str, tuple[str, str, torch.Tensor, torch.device]] = {}
+    destinations = []
+    located = reader.locate([f"{key}.{name}" for name in saved for key in saved[name]["tensors"]])
     for group, members in zip(optimizer.param_groups, groups):
         counts_on_device = bool(group.get("capturable") or group.get("fused"))
         for name, param in members.items():
             states[name] = join_tree(saved[name]["values"], {})
+            held = optimizer.state.get(param, {})
             for key in saved[name]["tensors"]:
                 if key == "step":
                     on_host = not counts_on_device
                 else:
                     on_host = key in saved[name]["on_host"]
+                stored = located[f"{key}.{name}"]
                 device = torch.device("cpu") if on_host else param.device
-                places[f"{key}.{name}"] = (name, key, param, device)
-    destinations = []
-    located = reader.locate(places)
-    for full_name, (name, key, param, device) in places.items():
-        stored = located[full_name]
-        tensor = optimizer.state.get(param, {}).get(key)
-        if not (
-            isinstance(tensor, torch.Tensor)
-            and (tensor.shape, tensor.dtype) == (stored.shape, stored.dtype)
-            and tensor.device == device
-        ):
-            tensor = torch.empty(stored.shape, dtype=stored.dtype, device=device)
-        # Where there is one already, no second copy of a moment is made in device memory.
-        states[name][key] = tensor
-        destinations.append(Destination(stored, tensor))
+                tensor = _place(held.get(key), stored, device)
+                states[name][key] = tensor
+                destinations.append(Destination(stored, tensor))
     reader.fill(destinations)
     return states
+
+
+def _place(current: Any, stored: StoredTensor, device: torch.device) -> torch.Tensor:
+    """The tensor that a stored one is read into: the one in use, if it is of that kind."""
+    if (
+        isinstance(current, torch.Tensor)
+        and (current.shape, current.dtype) == (stored.shape, stored.dtype)
+        and current.device == device
+    ):
+        return current  # no second copy of the moments in device memory
+    return torch.empty(stored.shape, dtype=stored.dtype, device=device)

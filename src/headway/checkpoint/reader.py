@@ -21,9 +21,10 @@ from headway.checkpoint.contents import (
     CheckpointContents,
 )
 from headway.checkpoint.errors import CheckpointError
-from headway.checkpoint.jsonfile import read_json
+from headway.checkpoint.jsonfile import read_json, read_json_object
 from headway.checkpoint.manifest import Manifest
 from headway.checkpoint.model import (
+    ModelTensors,
     collect_model,
     describe_names,
     load_extra_state,
@@ -52,12 +53,23 @@ def read_tree(directory: Path, stem: str, manifest: Manifest) -> Any:
 
 
 def load_weights(
-    model: nn.Module, directory: Path, manifest: Manifest, elsewhere: Collection[str] = ()
-) -> None:
-    """Load the weights (and the modules' extra state) into a live model."""
-    load_model_tensors(model, ShardReader(directory, "model"), elsewhere)
+    model: nn.Module,
+    directory: Path,
+    manifest: Manifest,
+    *,
+    ranks: Ranks | None = None,
+    elsewhere: Collection[str] = (),
+) -> ModelTensors:
+    """Load the weights (and the modules' extra state) into a live model; returns its tensors."""
+    live = collect_model(model)
+    load_model_tensors(live, _open_shards(directory, "model", ranks or SoloRanks()), elsewhere)
     if f"{MODEL_EXTRA_STEM}.json" in manifest.files:
         load_extra_state(model, read_tree(directory, MODEL_EXTRA_STEM, manifest))
+    return live
+
+
+def _open_shards(directory: Path, prefix: str, ranks: Ranks) -> ShardReader:
+    return ShardReader(directory, prefix, num_threads=num_readers(ranks.num_on_node))
 
 
 def load_contents(
@@ -80,10 +92,29 @@ def load_contents(
     for name in sorted(wanted - known):
         raise ConfigError(unknown("checkpoint component", name, known))
 
+    trainer_state = join_tree(
+        read_json_object(directory / TRAINER_STATE_NAME),
+        {},
+        what=str(directory / TRAINER_STATE_NAME),
+    )
+    if not isinstance(trainer_state, dict):
+        raise CheckpointError(f"{directory / TRAINER_STATE_NAME} does not hold a state by name")
+    live = None
     if "model" in wanted:
-        load_weights(contents.model, directory, manifest, elsewhere)
+        live = load_weights(contents.model, directory, manifest, ranks=ranks, elsewhere=elsewhere)
     if "optimizer" in wanted and contents.optimizer is not None:
-        _load_optimizer(contents, directory, manifest, elsewhere)
+        if manifest.component("optimizer") is None:
+            raise CheckpointError(
+                f"{directory} holds no optimizer state; name the components to load to go "
+                "without it"
+            )
+        join_optimizer(
+            contents.optimizer,
+            (live or collect_model(contents.model)).names_by_id(),
+            read_json(directory / OPTIMIZER_STATE_NAME),
+            _open_shards(directory, "optimizer", ranks),
+            elsewhere,
+        )
     # The generators last: restoring another component may draw random numbers.
     ordered = sorted(contents.components, key=lambda c: isinstance(c.stateful, RNGState))
     for component in ordered:
@@ -96,9 +127,6 @@ def load_contents(
             directory,
             ", ".join(sorted(unclaimed)),
         )
-    trainer_state = join_tree(read_json(directory / TRAINER_STATE_NAME), {})
-    if not isinstance(trainer_state, dict):
-        raise CheckpointError(f"{directory / TRAINER_STATE_NAME} does not hold a JSON object")
     return trainer_state
 
 
@@ -109,23 +137,6 @@ def held_elsewhere(model: nn.Module, ranks: Ranks) -> set[str]:
     own = collect_model(model).by_name
     told = ranks.exchange(sorted(own))
     return {name for names in told for name in names} - set(own)
-
-
-def _load_optimizer(
-    contents: CheckpointContents, directory: Path, manifest: Manifest, elsewhere: Collection[str]
-) -> None:
-    assert contents.optimizer is not None
-    if manifest.component("optimizer") is None:
-        raise CheckpointError(
-            f"{directory} holds no optimizer state; name the components to load to go without it"
-        )
-    join_optimizer(
-        contents.optimizer,
-        collect_model(contents.model).names_by_id(),
-        read_json(directory / OPTIMIZER_STATE_NAME),
-        ShardReader(directory, "optimizer"),
-        elsewhere,
-    )
 
 
 def _load_component(
@@ -160,7 +171,7 @@ def _load_component(
         )
     try:
         if pattern is SharingPattern.SHARDED:
-            state: Any = _read_sharded(component, directory, stem)
+            state: Any = _read_sharded(component, _open_shards(directory, stem, ranks))
         else:
             state = read_tree(directory, stem, manifest)
         component.stateful.load_state_dict(state)
@@ -194,9 +205,8 @@ def _layout_difference(component: StateComponent, manifest: Manifest, ranks: Ran
     return what if then != here else None
 
 
-def _read_sharded(component: StateComponent, directory: Path, stem: str) -> dict[str, Any]:
+def _read_sharded(component: StateComponent, reader: ShardReader) -> dict[str, Any]:
     """What this rank holds of a SHARDED component, by the names its live state has."""
-    reader = ShardReader(directory, stem)
     live = component.stateful.state_dict()
     missing = sorted(set(live) - set(reader.weight_map))
     if missing:

@@ -7,7 +7,6 @@ and its publication (manager.py).
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -20,6 +19,7 @@ from headway.checkpoint.dealing import ShardPlan, deal, describe
 from headway.checkpoint.digest import digest_file
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.jobs import Job, run_jobs
+from headway.checkpoint.jsonfile import encode_json
 from headway.checkpoint.manifest import MANIFEST_NAME
 from headway.checkpoint.optimizer import merge_optimizers
 from headway.checkpoint.ranks import Ranks, SoloRanks
@@ -146,7 +146,7 @@ class ContentsWriter:
             files += self._add_text(name, text)
         if component.optimizer is not None and self._ranks.is_main:
             merged = merge_optimizers([one["optimizer"] for one in shared])
-            files += self._add_text(OPTIMIZER_STATE_NAME, json_text(merged))
+            files += self._add_text(OPTIMIZER_STATE_NAME, encode_json(merged, OPTIMIZER_STATE_NAME))
         self.components.append(
             {
                 "key": component.key,
@@ -191,7 +191,8 @@ class ContentsWriter:
         return [name]
 
     def _add_tree(self, tree: StagedTree) -> list[str]:
-        files = self._add_text(f"{tree.stem}.json", json_text(tree.encoded))
+        name = f"{tree.stem}.json"
+        files = self._add_text(name, encode_json(tree.encoded, name))
         if tree.tensors:
             files += self._add_tensor_file(f"{tree.stem}.safetensors", tree.tensors)
         return files
@@ -240,11 +241,6 @@ class ContentsWriter:
             raise CheckpointError(f"files vanished while saving: {', '.join(gone)}")
         for directory in list_subdirs(self._directory):
             self._storage.sync_dir(directory)
-
-
-def json_text(encoded: Any) -> bytes:
-    """The text of a JSON file of the training state."""
-    return json.dumps(encoded, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def _whole(held: Tensor | TensorSlice) -> Tensor:

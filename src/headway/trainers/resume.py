@@ -17,6 +17,7 @@ from typing import Any
 
 from headway.args import TrainingArguments
 from headway.checkpoint import CheckpointError, CheckpointManager, Manifest
+from headway.checkpoint.jsonfile import read_json_object
 from headway.config.rules_values import LOADABLE
 from headway.config.snapshot import versions, write_json
 from headway.errors import ConfigError
@@ -38,6 +39,10 @@ _IN_PARAM_GROUPS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 _CURVE = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 _LENGTH = ("max_steps", "num_train_epochs", "train_for")
 _ABSENT = "(absent)"
+_COUNTERS: dict[str, Any] = {
+    **dict.fromkeys(("global_step", "raw_epoch", "epoch_start_step", "num_input_tokens_seen"), int),
+    **dict.fromkeys(("epoch", "total_flos", "train_seconds"), (int, float)),
+}
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,20 @@ def wanted_components(args: TrainingArguments) -> set[str]:
 
 def read_saved_seed(path: Path) -> int | None:
     """The seed of the run that wrote a checkpoint."""
-    seed = json.loads((path / "trainer_state.json").read_bytes()).get("seed")
+    seed = read_json_object(path / "trainer_state.json").get("seed")
     return seed if isinstance(seed, int) else None
+
+
+def check_progress(saved: Mapping[str, Any], path: Path) -> None:
+    """Refuse counters and a history that are none."""
+    file = path / "trainer_state.json"
+    for name, kinds in _COUNTERS.items():
+        value: Any = saved.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not value >= 0:
+            raise CheckpointError(f"{file}: {name} is {value!r:.40}, which counts nothing")
+    history = saved.get("log_history", [])
+    if not isinstance(history, list) or not all(isinstance(record, dict) for record in history):
+        raise CheckpointError(f"{file}: log_history is not a list of records")
 
 
 @dataclass(frozen=True)
@@ -227,8 +244,9 @@ def make_report(
 ) -> ResumeReport:
     """Compare a loaded checkpoint with the run that goes on from it."""
     file = found.path / "run" / "config.json"
-    saved_config = json.loads(file.read_bytes()) if "run/config.json" in manifest.files else {}
-    stored = saved_state.get("fingerprints") or {}
+    saved_config = read_json_object(file) if "run/config.json" in manifest.files else {}
+    stored = saved_state.get("fingerprints")
+    stored = stored if isinstance(stored, Mapping) else {}
     now = versions()
     return ResumeReport(
         checkpoint=str(found.path),

@@ -29,6 +29,7 @@ from headway.optim.build import follow_scheduler
 from headway.trainers.fingerprints import take_fingerprints
 from headway.trainers.resume import (
     Found,
+    check_progress,
     find_checkpoint,
     make_report,
     read_saved_seed,
@@ -239,6 +240,7 @@ class Saver:
             keys = listed & (wanted | own)
         loaded = self.manager.load(contents, path, components=keys)
         if wanted is None or "trainer" in wanted:
+            check_progress(loaded.trainer_state, loaded.path)
             trainer.state.restore(loaded.trainer_state)
         if keys is not None and len({"optimizer", "scheduler"} & keys) == 1:
             follow_scheduler(trainer.optimizer, trainer.lr_scheduler)

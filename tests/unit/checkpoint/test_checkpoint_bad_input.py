@@ -18,11 +18,14 @@ from headway.checkpoint import (
     TrainState,
     find_latest_checkpoint,
     load_checkpoint,
+    read_manifest,
     save_checkpoint,
     validate_checkpoint,
     verify,
 )
 from headway.checkpoint.digest import digest_bytes
+from headway.checkpoint.manifest import write_manifest
+from headway.checkpoint.storage import FileRecord, Storage
 from headway.cli.main import main
 from headway.errors import ConfigError
 
@@ -379,3 +382,91 @@ def test_a_link_inside_the_run_does_not_lead_a_save_out(tmp_path):
     assert not list(outside.iterdir())
     CheckpointManager(tmp_path / "run").save(contents(), 1)
     assert not list(outside.iterdir())
+
+
+# -- JSON that is hostile although every digest is right --------------------------------------
+
+
+def replace_signed(path, name, data):
+    """Put other content into a committed checkpoint, with all digests right."""
+    manifest = read_manifest(path)
+    (path / name).write_bytes(data)
+    record = FileRecord(len(data), digest_bytes(data, manifest.digest_algorithm))
+    manifest.files[name] = record
+    (path / MANIFEST).unlink()
+    write_manifest(path, manifest, Storage(path.parent))
+
+
+BOMBS = {
+    "nested deeply": nested(200_000).encode(),
+    # Deep enough for a recursive reader, and not for every parser.
+    "nested less deeply": b'{"params": ' + nested(900).encode() + b"}",
+    "a huge number": b'{"seed": ' + b"9" * 5_000 + b"}",
+    "a list": b"[]",
+    "a number": b"5",
+    "not JSON": b"{",
+    "not text": b"\xff\xfe",
+}
+STATES = ("trainer_state.json", "state/optimizer.json")
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("case", BOMBS)
+def test_a_hostile_state_is_refused_by_name_though_its_digest_is_right(case, name, good):
+    replace_signed(good, name, BOMBS[case])
+    assert verify(good) == []
+    model = Small()
+    for attempt in list(attempts(good, model))[2:4]:
+        with pytest.raises(CheckpointError) as caught:
+            attempt()
+        assert str(good / name) in str(caught.value)
+
+
+OPTIMIZERS = {
+    "empty": {},
+    "params is a list": {"params": []},
+    "a parameter is a number": {"params": {"a.weight": 5}},
+    "state names are numbers": {
+        "params": {"a.weight": {"shape": [3, 3], "tensors": [1], "on_host": [], "values": {}}}
+    },
+    "groups is a text": {"groups": "ab"},
+    "rest is a list": {"rest": []},
+    "fewer settings than groups": {"rest": {"param_groups": [], "shared": {}}},
+    "settings are no settings": {"rest": {"param_groups": [{"$tuple": []}], "shared": {}}},
+    "shared is a tuple": {"rest": {"param_groups": [{"lr": 1.0}], "shared": {"$tuple": [1]}}},
+    "an unknown tag": {"rest": {"param_groups": [{"lr": {"$code": 1}}], "shared": {}}},
+    "a group holds a stranger": {"groups": [["b.weight"]]},
+    "class is missing": {"class": None},
+}
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_an_optimizer_file_of_another_structure_is_refused_by_name(case, good):
+    fields = json.loads((good / "state" / "optimizer.json").read_text())
+    fields = {**fields, **OPTIMIZERS[case]} if OPTIMIZERS[case] else {}
+    replace_signed(good, "state/optimizer.json", json.dumps(fields).encode())
+    with pytest.raises(CheckpointError, match=r"optimizer\.json"):
+        CheckpointManager(good.parent).load(contents(), good)
+
+
+def test_a_manifest_of_countless_lists_is_refused_before_it_is_parsed(good):
+    (good / MANIFEST).write_bytes(b"[" + b"[]," * 12_000_000 + b"[]]")
+    start = time.monotonic()
+    with pytest.raises(CheckpointError, match="lists and objects"):
+        read_manifest(good)
+    assert time.monotonic() - start < 1
+    (good / MANIFEST).write_bytes(b" " * (1 << 26) + b"{}")
+    with pytest.raises(CheckpointError, match="larger than"):
+        read_manifest(good)
+
+
+def test_what_would_not_be_read_again_is_not_written(good):
+    deep = []
+    for _ in range(200):
+        deep = [deep]
+    state = {"global_step": 2, "deep": deep}
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json.*nested"):
+        CheckpointManager(good.parent).save(
+            CheckpointContents(model=Small(), optimizer=None, trainer_state=state), 2
+        )
+    assert [path.name for path in good.parent.iterdir()] == ["checkpoint-1"]

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from headway import Trainer, TrainingArguments
-from headway.checkpoint import CheckpointError
+from headway.checkpoint import CheckpointError, read_manifest
+from headway.checkpoint.digest import digest_bytes
+from headway.checkpoint.manifest import write_manifest
+from headway.checkpoint.storage import FileRecord, Storage
 from headway.data.fingerprint import fingerprint_data
 from headway.data.loader import WindowLoader
 from headway.data.tokenizer import ByteTokenizer
@@ -288,3 +291,40 @@ def test_token_files_are_told_apart_by_their_digest(tmp_path):
     assert found[0]["token_files"] != found[1]["token_files"]
     mixed = fingerprint_data(WindowLoader(MixedDataset(datasets), batch_size=2))
     assert mixed["token_files"] == found[0]["token_files"] + found[1]["token_files"]
+
+
+# A hostile checkpoint
+
+
+def put(path, name, data):
+    """Put other content into a committed checkpoint, with all digests right."""
+    manifest = read_manifest(path)
+    (path / name).write_bytes(data)
+    manifest.files[name] = FileRecord(len(data), digest_bytes(data, manifest.digest_algorithm))
+    (path / "checkpoint_manifest.json").unlink()
+    write_manifest(path, manifest, Storage(path.parent))
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "run/config.json", "state/optimizer.json"])
+@pytest.mark.parametrize(
+    "data", [b"[" * 200_000 + b"]" * 200_000, b'{"seed": ' + b"9" * 5_000 + b"}", b"[]"]
+)
+def test_json_that_is_not_what_it_should_be_is_refused_by_name(name, data, tmp_path):
+    train(tmp_path, 2)
+    put(tmp_path / "checkpoint-2", name, data)
+    with pytest.raises(CheckpointError) as caught:
+        train(tmp_path, 4)
+    assert str(tmp_path / "checkpoint-2" / name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("global_step", "2"), ("global_step", -1), ("epoch", None), ("log_history", {"a": 1})],
+)
+def test_counters_that_count_nothing_are_refused_by_name(key, value, tmp_path):
+    train(tmp_path, 2)
+    path = tmp_path / "checkpoint-2"
+    state = json.loads((path / "trainer_state.json").read_text())
+    put(path, "trainer_state.json", json.dumps({**state, key: value}).encode())
+    with pytest.raises(CheckpointError, match=rf"trainer_state\.json: {key}"):
+        train(tmp_path, 4)
