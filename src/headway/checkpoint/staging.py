@@ -50,6 +50,8 @@ from headway.errors import ConfigError
 
 _ALIGN_BYTES = 16
 _MOST_SLACK = 1.05
+# Room for what components add after the start, as a part of the whole.
+_GROWTH = 100
 
 logger = logging.getLogger(__name__)
 
@@ -135,11 +137,13 @@ class Stager:
         Optimizer state that does not exist yet is estimated from the class; if the estimate is
         wrong, the first save allocates again.
         """
-        model = collect_model(contents.model)
-        size = sum(_aligned(num_bytes(tensor)) for tensor in model.stored.values())
+        staged = StagedCheckpoint([self._take_model(contents, collect_model(contents.model))])
+        staged.components += [self._take_component(c) for c in contents.components]
+        tensors = [_values_of(slots[name]) for slots, name in staged.tensor_slots()]
+        size = sum(_aligned(num_bytes(tensor)) for tensor in tensors)
         if contents.optimizer is not None:
             size += expected_state_bytes(contents.optimizer, _aligned)
-        self._make_buffers(model.stored.values()).reserve(size)
+        self._make_buffers(tensors).reserve(size + size // _GROWTH)
 
     def stage(
         self, contents: CheckpointContents, metrics: Mapping[str, Any] | None = None
@@ -248,7 +252,7 @@ class Stager:
         """Put a host copy in the place of every live tensor."""
         slots = list(staged.tensor_slots())
         held = [slots_of[name] for slots_of, name in slots]
-        sources = [h.tensor if isinstance(h, TensorSlice) else h for h in held]
+        sources = [_values_of(value) for value in held]
         copies = self._make_buffers(sources).take(sources)
         on_side: list[tuple[Tensor, Tensor]] = []
         for (values, name), value, source, copy in zip(slots, held, sources, copies):
@@ -279,6 +283,10 @@ class Stager:
             pairs.clear()
 
         return wait
+
+
+def _values_of(held: Tensor | TensorSlice) -> Tensor:
+    return held.tensor if isinstance(held, TensorSlice) else held
 
 
 def _take_optimizer(optimizer: torch.optim.Optimizer, model: ModelTensors) -> StagedComponent:

@@ -138,3 +138,17 @@ def test_the_best_checkpoint_is_kept(tmp_path):
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
     with pytest.raises(CheckpointError, match="checkpoint-9"):
         trainer.set_best_checkpoint(str(tmp_path / "out" / "checkpoint-9"))
+
+
+def test_the_first_save_finds_its_memory_allocated(tmp_path):
+    held = {}
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args, state, control, trainer=None, **kwargs):
+            held["before"] = trainer._saver.manager._stager.host_bytes
+
+        def on_save(self, args, state, control, trainer=None, **kwargs):
+            held[state.global_step] = trainer._saver.manager._stager.host_bytes
+
+    tiny_trainer(tmp_path, [Watch()], max_steps=4, save_strategy="steps", save_steps=2).train()
+    assert held["before"] > 0 and set(held.values()) == {held["before"]}
