@@ -108,20 +108,8 @@ def generate(
         repetition_penalty=repetition_penalty,
         do_sample=do_sample,
     )
-    sampling.validate()
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens={max_new_tokens}: a number above 0 is needed")
-    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-        raise ConfigError(
-            f"generate() needs input_ids [batch, length] with at least one token, "
-            f"got the shape {list(input_ids.shape)}"
-        )
-    config = getattr(model, "config", None)
-    eos = eos_token_id if eos_token_id is not None else getattr(config, "eos_token_id", None)
-    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    pad = pad_token_id if pad_token_id is not None else getattr(config, "pad_token_id", None)
-    if pad is None:
-        pad = ends[0] if ends else 0
+    check_request(input_ids, max_new_tokens, sampling)
+    ends, pad = find_end(getattr(model, "config", None), eos_token_id, pad_token_id)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -133,7 +121,7 @@ def generate(
             step = _cached_step(model, input_ids, max_new_tokens, padded=attention_mask is not None)
         else:
             step = _full_step(model)
-        return _draw_tokens(
+        return draw_tokens(
             step, input_ids, max_new_tokens, sampling, ends, pad, attention_mask, generator
         )
     finally:
@@ -141,11 +129,35 @@ def generate(
             module.training = training
 
 
+def check_request(input_ids: Tensor, max_new_tokens: int, sampling: Sampling) -> None:
+    """Refuse what cannot be continued."""
+    sampling.validate()
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens}: a number above 0 is needed")
+    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+        raise ConfigError(
+            f"generate() needs input_ids [batch, length] with at least one token, "
+            f"got the shape {list(input_ids.shape)}"
+        )
+
+
+def find_end(
+    config: Any, eos_token_id: int | Sequence[int] | None, pad_token_id: int | None
+) -> tuple[list[int], int]:
+    """The ids that end a row, and the one that fills it afterwards."""
+    eos = eos_token_id if eos_token_id is not None else getattr(config, "eos_token_id", None)
+    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    pad = pad_token_id if pad_token_id is not None else getattr(config, "pad_token_id", None)
+    if pad is None:
+        pad = ends[0] if ends else 0
+    return ends, pad
+
+
 _Step = Callable[[Tensor, Tensor], Tensor]
 """All ids so far and their mask -> logits [B, V] of the next token."""
 
 
-def _draw_tokens(
+def draw_tokens(
     step: _Step,
     input_ids: Tensor,
     max_new_tokens: int,
@@ -155,6 +167,7 @@ def _draw_tokens(
     attention_mask: Tensor | None,
     generator: torch.Generator | None,
 ) -> Tensor:
+    """Prompts with what `sampling` draws from the logits of `step`, token by token."""
     batch, prompt_len = input_ids.shape
     ids = input_ids.new_full((batch, prompt_len + max_new_tokens), pad)
     ids[:, :prompt_len] = input_ids
@@ -217,12 +230,13 @@ def _full_step(model: nn.Module) -> _Step:
 
     def step(ids: Tensor, mask: Tensor) -> Tensor:
         out = model(ids, attention_mask=mask) if accepts_mask else model(ids)
-        return _logits_of(out, type(model).__name__)[:, -1]
+        return find_logits(out, type(model).__name__)[:, -1]
 
     return step
 
 
-def _logits_of(out: Any, model_name: str) -> Tensor:
+def find_logits(out: Any, model_name: str) -> Tensor:
+    """The logits in what a model gives."""
     if isinstance(out, dict):
         out = out.get("logits")
     elif hasattr(out, "logits"):

@@ -29,7 +29,14 @@ _DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 
 def hf_config_of(model: nn.Module) -> dict[str, Any] | None:
-    """The config.json of a model, or None for a module Hugging Face has no name for."""
+    """The config.json of a model, or None for a module Hugging Face has no name for.
+
+    A part of a model may tell that of the whole by a method `hf_config`.
+    """
+    told = getattr(model, "hf_config", None)
+    if callable(told):
+        whole: dict[str, Any] | None = told()
+        return whole
     if isinstance(model, Decoder):
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         return to_hf_config(model.config, dtype=dtype)

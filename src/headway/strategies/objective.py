@@ -29,7 +29,9 @@ class Objective:
     """Calls one model with batches and turns what it returns into a loss."""
 
     def __init__(self, model: nn.Module, compute_loss_func: LossFunction | None = None) -> None:
-        self._model_name = type(model).__name__
+        # What stands in for a model of another class, such as a part of it, says so.
+        kind: type = getattr(model, "stands_for", type(model))
+        self._model_name = kind.__name__
         parameters = inspect.signature(model.forward).parameters
         self._accepts = {
             name
@@ -42,12 +44,13 @@ class Objective:
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         # transformers models hand the count on to their loss through **kwargs; another module
         # with **kwargs would ignore it and return a mean.
-        transformers_model = type(model).__module__.startswith("transformers.") or any(
-            base.__name__ == "PreTrainedModel" for base in type(model).__mro__
+        transformers_model = kind.__module__.startswith("transformers.") or any(
+            base.__name__ == "PreTrainedModel" for base in kind.__mro__
         )
         self._filters = not takes_all or transformers_model
+        hands_on = getattr(model, "accepts_loss_kwargs", getattr(kind, "accepts_loss_kwargs", True))
         self._takes_count = "num_items_in_batch" in self._accepts or (
-            transformers_model and takes_all and getattr(model, "accepts_loss_kwargs", True) is True
+            transformers_model and takes_all and hands_on is True
         )
         self._computes = compute_loss_func
         self._takes_labels = "labels" in self._accepts or not self._filters

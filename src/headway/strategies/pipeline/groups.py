@@ -1,0 +1,55 @@
+"""The process groups of pipelines side by side.
+
+Owns: making them, in the same order on every rank. Does not own: which ranks belong together
+(layout.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import distributed as dist
+
+from headway.strategies.pipeline.layout import Layout
+
+
+@dataclass
+class Groups:
+    """The groups that one rank is in."""
+
+    pipeline: dist.ProcessGroup
+    """The ranks of this pipeline."""
+    pipeline_host: dist.ProcessGroup
+    """The same, for messages of the host."""
+    replicas: dist.ProcessGroup
+    """The ranks that hold the same stages in other pipelines."""
+    data: dist.ProcessGroup
+    """The same, for messages of the host."""
+
+
+def make_groups(layout: Layout, rank: int, host: dist.ProcessGroup, *, on_host: bool) -> Groups:
+    """The groups of this rank; all ranks must call it."""
+    pipelines = [layout.pipeline_ranks(replica) for replica in range(layout.num_replicas)]
+    pipeline, pipeline_host = dist.group.WORLD, host
+    assert pipeline is not None, "the trainer has checked that there is a group"
+    if layout.num_replicas > 1:
+        pipeline = join_group(pipelines, rank)
+        pipeline_host = pipeline if on_host else join_group(pipelines, rank, "gloo")
+    stages = [layout.replica_ranks(place) for place in range(layout.num_ranks)]
+    data = join_group(stages, rank, "gloo")
+    replicas = data if on_host or layout.num_replicas == 1 else join_group(stages, rank)
+    return Groups(pipeline, pipeline_host, replicas, data)
+
+
+def join_group(
+    members: Iterable[Sequence[int]], rank: int, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Make a group of each list of ranks; returns the one that `rank` is in."""
+    own = None
+    for ranks in members:
+        made = dist.new_group(list(ranks), backend=backend)
+        if rank in ranks:
+            own = made
+    assert isinstance(own, dist.ProcessGroup), "every rank is in one of them"
+    return own
