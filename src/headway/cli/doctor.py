@@ -14,6 +14,8 @@ import shutil
 import sys
 from typing import Any
 
+from headway.cli.launch import Ranks, add_launch_arguments, refuse_without_nproc
+
 _EXTRAS = {
     "transformers": "transformers",
     "tokenizers": "tokenizers",
@@ -34,13 +36,24 @@ _TORCH_RANGE = ((2, 11), (2, 16))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--cpu", action="store_true", help="with --nproc: leave accelerators alone")
+    add_launch_arguments(parser, restarts=False)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print facts, problems and remarks."""
     from headway.cli.messages import print_json
 
-    facts = examine()
+    if options.nproc is None:
+        refuse_without_nproc(options)
+        facts = examine()
+    else:
+        from headway.cli.doctor_ranks import examine_ranks
+
+        ranks = Ranks.from_options(options)
+        facts = examine()
+        facts["ranks"] = examine_ranks(ranks, use_cpu=options.cpu, quiet=options.quiet)
+        facts["problems"] += facts["ranks"].pop("problems")
     if options.json:
         print_json(facts)
     else:
@@ -131,10 +144,10 @@ def _problems(facts: dict[str, Any]) -> list[str]:
             f"with torch's ({facts['cuda_built_for']}), and look at CUDA_VISIBLE_DEVICES"
         )
     world_size = facts["environment"].get("WORLD_SIZE", "1")
-    if world_size not in ("", "1"):
+    if world_size not in ("", "1") and not facts["environment"].get("RANK"):
         problems.append(
-            f"WORLD_SIZE={world_size} is set; trainers for several processes are not available "
-            f"yet: unset WORLD_SIZE and RANK"
+            f"WORLD_SIZE={world_size} is set, but RANK is not: unset WORLD_SIZE, or start with a "
+            "launcher, which sets both (headway train --nproc)"
         )
     return problems
 
@@ -182,6 +195,10 @@ def _print(facts: dict[str, Any]) -> None:
         ("environment", ", ".join(f"{n}={v}" for n, v in facts["environment"].items()) or "none"),
     ]
     print_table(rows)
+    if "ranks" in facts:
+        from headway.cli.doctor_ranks import print_ranks
+
+        print_ranks(facts["ranks"])
     for text in facts["remarks"]:
         print(f"remark: {text}")
     for text in facts["problems"]:

@@ -40,7 +40,7 @@ _STOPPED_LIMIT_S, _OTHERS_LIMIT_S = 2.0, 12.0
 _PR_SET_PDEATHSIG = 1
 
 
-def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+def add_launch_arguments(parser: argparse.ArgumentParser, *, restarts: bool = True) -> None:
     """Declare how many ranks to start, and where."""
     group = parser.add_argument_group("several processes")
     group.add_argument(
@@ -56,6 +56,9 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rdzv-endpoint", metavar="HOST:PORT", help="where the machines meet: one of them"
     )
+    if not restarts:
+        parser.set_defaults(max_restarts=0)
+        return
     group.add_argument(
         "--max-restarts",
         type=int,
@@ -157,11 +160,17 @@ def refuse_without_nproc(options: argparse.Namespace) -> None:
         raise ConfigError(problems)
 
 
-def supervise(command: list[str], nproc: int, folder: str, quiet: bool) -> int:
+def supervise(
+    command: list[str],
+    nproc: int,
+    folder: str,
+    quiet: bool,
+    variables: Mapping[str, str] | None = None,
+) -> int:
     """Run torchrun to its end and return the ranks' own exit code."""
     if not quiet:
         write_line(f"running: {shlex.join(command)}")
-    environ = {**os.environ, FOLDER_VARIABLE: folder}
+    environ = {**os.environ, FOLDER_VARIABLE: folder, **(variables or {})}
     # As the console command has it: modules beside the user shadow nothing.
     environ["PYTHONSAFEPATH"] = "1"
     environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cpus() // nproc)))

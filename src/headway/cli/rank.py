@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from headway.cli.main import OUT_OF_PLACE, explain
 from headway.cli.messages import say_error
@@ -21,18 +21,18 @@ from headway.dist.env import detect_env
 from headway.dist.exits import code_for_torchrun, is_launched, note_exit, note_start
 from headway.errors import ConfigError
 
-if TYPE_CHECKING:
-    from headway.config.schema import RunConfig
+Job = TypeVar("Job")
 
 
-def run_as_rank(load: Callable[[], RunConfig], work: Callable[[RunConfig], int]) -> int:
-    """Read the run, do the work, return the exit code; with other ranks where there are some.
+def run_as_rank(load: Callable[[], tuple[Job, dict[str, Any]]], work: Callable[[Job], int]) -> int:
+    """Read a job, do it, return the exit code; together with other ranks where there are some.
 
-    What is wrong with the run on any rank is told once, and ends all of them.
+    `load` also returns what `init_distributed` is to be given. What is wrong with the job on any
+    rank is told once, and ends all of them.
     """
     env = detect_env(use_cpu=True)
     if not env.is_distributed and not is_launched():
-        return work(load())
+        return work(load()[0])
     if threads_take_signals():
         signal.signal(signal.SIGTERM, _stop_early)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -53,13 +53,12 @@ def threads_take_signals() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _work(load: Callable[[], RunConfig], work: Callable[[RunConfig], int]) -> int:
+def _work(load: Callable[[], tuple[Job, dict[str, Any]]], work: Callable[[Job], int]) -> int:
     problems: list[str] = []
     options: dict[str, Any] = {"use_cpu": True}
-    run_config = None
+    job: Job | None = None
     try:
-        run_config = load()
-        options = {"use_cpu": run_config.args.use_cpu, "device": run_config.args.device}
+        job, options = load()
     except (ConfigError, *OUT_OF_PLACE) as error:
         problems = explain(error)[0] or [str(error)]
 
@@ -67,9 +66,9 @@ def _work(load: Callable[[], RunConfig], work: Callable[[RunConfig], int]) -> in
     from headway.dist.group import cleanup_distributed, init_distributed
 
     context = init_distributed(**options, problems=problems)
-    assert run_config is not None, "problems are raised"
+    assert job is not None, "problems are raised"
     with guard_run():
-        code = work(run_config)
+        code = work(job)
     cleanup_distributed(context)
     return code
 

@@ -49,10 +49,11 @@ def run(options: argparse.Namespace) -> int:
     from headway.cli.rank import run_as_rank
     from headway.config.load import load_run
 
-    return run_as_rank(
-        lambda: load_run(options.config, options.overrides),
-        lambda run_config: _run(options, run_config),
-    )
+    def load() -> tuple[RunConfig, dict[str, Any]]:
+        run_config = load_run(options.config, options.overrides)
+        return run_config, {"use_cpu": run_config.args.use_cpu, "device": run_config.args.device}
+
+    return run_as_rank(load, lambda run_config: _run(options, run_config))
 
 
 def _run(options: argparse.Namespace, run_config: RunConfig) -> int:

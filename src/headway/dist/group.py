@@ -296,19 +296,21 @@ def _stop_at_exit(watch: Watch, pid: int) -> None:
     watch.stop(ended_well=error is None)
 
 
-def _greet(facts: DistributedEnv, problems: list[str], card: str) -> dict[str, Any]:
+def versions() -> dict[str, str]:
+    """What must be the same on all ranks, by name."""
     import torch
 
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"headway": __version__, "torch": torch.__version__, "Python": python}
+
+
+def _greet(facts: DistributedEnv, problems: list[str], card: str) -> dict[str, Any]:
+    compared = {f"version of {name}": found for name, found in versions().items()}
     return {
         "process": asdict(identify()),
         "problems": problems,
         "card": card,
-        "versions": {
-            "world size": str(facts.world_size),
-            "version of headway": __version__,
-            "version of torch": torch.__version__,
-            "version of Python": ".".join(platform.python_version_tuple()[:2]),
-        },
+        "compared": {"WORLD_SIZE": str(facts.world_size), **compared},
     }
 
 
@@ -322,7 +324,7 @@ def _check_greetings(said: list[dict[str, Any]]) -> None:
         problem if len(ranks) == len(said) else f"{problem} ({agreement.spell_ranks(ranks)})"
         for problem, ranks in held.items()
     ]
-    problems += agreement.find_differences([greeting["versions"] for greeting in said])
+    problems += agreement.find_differences([greeting["compared"] for greeting in said])
     cards: dict[str, list[int]] = {}
     for rank, greeting in enumerate(said):
         if greeting["card"]:
