@@ -148,7 +148,8 @@ def make_trainer(job: Job, record: TrainerCallback) -> Trainer:
     if strategy.kind == "accelerate":
         from accelerate import Accelerator
 
-        given["accelerator"] = Accelerator(cpu=True)
+        accumulation = settings.get("gradient_accumulation_steps", 1)
+        given["accelerator"] = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     return trainer_class(
         args=arguments_class.from_dict(settings),
         model_init=lambda: tiny_decoder(num_layers=LAYERS, **job.model),

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from headway.args import TrainingArguments
 from headway.config.components import instantiate
 from headway.config.schema import Component, RunConfig
 from headway.data.tokenizer import Tokenizer, load_tokenizer
-from headway.errors import ConfigError
+from headway.errors import ConfigError, missing_extra
 from headway.models.hf import read_hf_config
 from headway.models.hf_config import from_hf_config, is_supported_family
 from headway.optim.build import build_optimizer
@@ -59,9 +60,7 @@ def build_trainer(run: RunConfig) -> Trainer:
 def _trainer_class(run: RunConfig) -> Callable[..., Trainer]:
     """The trainer that the run names."""
     if run.trainer == "accelerate":
-        from headway.strategies.accelerate import make_accelerator
-
-        return partial(AccelTrainer, accelerator=make_accelerator(run.args))
+        return partial(AccelTrainer, accelerator=_make_accelerator(run.args))
     classes: dict[str, type[Trainer]] = {
         "single": Trainer,
         "ddp": DDPTrainer,
@@ -69,6 +68,18 @@ def _trainer_class(run: RunConfig) -> Callable[..., Trainer]:
         "pipeline": PipelineTrainer,
     }
     return classes[run.trainer]
+
+
+def _make_accelerator(args: TrainingArguments) -> Any:
+    try:
+        from accelerate import Accelerator
+    except ImportError as error:
+        raise missing_extra("accelerate", "accelerate", "trainer: accelerate") from error
+    return Accelerator(
+        cpu=args.use_cpu,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        mixed_precision=args.mixed_precision or "no",
+    )
 
 
 def _factory(component: Component | None, slot: str, given: str) -> Callable[[Any], Any] | None:

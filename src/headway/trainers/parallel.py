@@ -5,7 +5,7 @@ With one rank DDP and FSDP2 are the single-device path; a pipeline needs at leas
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -131,13 +131,13 @@ class AccelTrainer(_RankedTrainer):
     args: AccelTrainingArguments
 
     def __init__(self, *, accelerator: Any, **options: Any) -> None:
-        from headway.strategies.accelerate import reconcile
+        from headway.strategies.accelerator import check_accelerator, reconcile
 
         args = options.get("args")
-        if args is None or isinstance(args, dict):
+        if args is None or isinstance(args, Mapping):
             args = self.arguments_class.from_dict(dict(args or {}))
-        options["args"] = reconcile(accelerator, args)
-        self._accelerator = accelerator
+        reconcile(check_accelerator(accelerator), args)
+        options["args"], self._accelerator = args, accelerator
         super().__init__(**options)
 
     def _make_strategy(self) -> Strategy:

@@ -26,6 +26,7 @@ from headway.data.loader import WindowLoader
 from headway.engine.best import require_metric
 from headway.models.hf import hf_config_of
 from headway.optim.build import follow_scheduler
+from headway.optim.schedule_state import ScheduleState
 from headway.trainers.fingerprints import take_fingerprints
 from headway.trainers.resume import (
     Found,
@@ -130,9 +131,8 @@ class Saver:
             *trainer.strategy.state_components(),
         ]
         if trainer.lr_scheduler is not None:
-            components.insert(
-                0, StateComponent("scheduler", trainer.lr_scheduler, SharingPattern.GLOBAL)
-            )
+            schedule = ScheduleState(trainer.lr_scheduler)
+            components.insert(0, StateComponent("scheduler", schedule, SharingPattern.GLOBAL))
         model = trainer.strategy.unwrap()
         tokenizer_saver = getattr(trainer.processing_class, "save_pretrained", None)
         return CheckpointContents(

@@ -339,6 +339,8 @@ class Trainer(Checkpointing, Evaluation):
             raise
 
     def _train(self, resume: bool | str, signals: SignalRequests) -> TrainOutput:
+        # Made of the time, and so another one on every rank.
+        self.args.logging_dir = self._ranks().share(self.args.logging_dir)
         snapshot = take_snapshot(self._run_config, self.args)
         self._require_same(snapshot["config"])
         saver = self._saver = Saver(self, snapshot["config"])
