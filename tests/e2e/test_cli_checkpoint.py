@@ -436,6 +436,39 @@ def test_a_hugging_face_trainer_checkpoint_is_imported_whole(hf_trainer, tmp_pat
     assert main([*words, "--allow-legacy", "--no-optimizer"]) == 0
 
 
+def test_a_hugging_face_trainer_checkpoint_resumes_in_ours(hf_trainer, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    from headway import Trainer, TrainingArguments
+
+    target = tmp_path / "run" / "checkpoint-2"
+    target.parent.mkdir()
+    headway(capsys, "convert", hf_trainer, target, "--allow-legacy")
+    theirs = torch.load(hf_trainer / "scheduler.pt", weights_only=True)
+    assert len(theirs["base_lrs"]) == 2, "two groups there, one here"
+    data = [{"input_ids": list(range(8)), "labels": list(range(8))} for _ in range(16)]
+    trainer = Trainer(
+        args=TrainingArguments(
+            output_dir=str(target.parent),
+            max_steps=4,
+            per_device_train_batch_size=2,
+            learning_rate=0.01,
+            lr_scheduler_type="linear",
+            save_strategy="no",
+            use_cpu=True,
+            load_components=["model", "optimizer", "scheduler", "trainer", "rng"],
+        ),
+        model_init=lambda: transformers.LlamaForCausalLM.from_pretrained(hf_trainer),
+        train_dataset=data,
+        default_callbacks=False,
+    )
+    output = trainer.train()
+    assert output.global_step == 4 and len(trainer.state.log_history) > 2
+    # 4 steps of the schedule are done, by the rate that it was saved with.
+    assert trainer.lr_scheduler.last_epoch == 4
+    assert trainer.lr_scheduler.base_lrs == theirs["base_lrs"][:1] == [0.01]
+    assert len(trainer.lr_scheduler.get_last_lr()) == 1
+
+
 def same_state(a, b):
     left, right = a.state_dict(), b.state_dict()
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
