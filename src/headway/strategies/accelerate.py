@@ -21,7 +21,7 @@ from headway.models.generation import generate
 from headway.strategies.accelerator import check_accelerator, reconcile
 from headway.strategies.base import EvalStep, Notify
 from headway.strategies.objective import Objective
-from headway.strategies.ranked import RankedStrategy, own_targets
+from headway.strategies.ranked import RankedStrategy, own_targets, spread_nonfinite
 from headway.strategies.single import single_batches
 from headway.strategies.source import ModelSource
 
@@ -106,7 +106,7 @@ class AccelerateStrategy(RankedStrategy):
                     loss = objective.loss(self._prepared, self._move(batch), num_targets, own)
                 if number > last - window.num_fillers:
                     loss = loss.nan_to_num(0.0, 0.0, 0.0) * 0
-                accelerator.backward(loss * factor)
+                accelerator.backward(spread_nonfinite(loss) * factor)
             loss = loss.detach()
             total = loss if total is None else total + loss
             notify("on_forward_backward_end")
