@@ -6,24 +6,29 @@ checkpoint (saving), when the loop saves (engine).
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.checkpoint import (
+    CheckpointContents,
     CheckpointError,
     CheckpointManager,
     SharingPattern,
     StateComponent,
     read_manifest,
 )
+from headway.checkpoint.contents import TRAINER_STATE_NAME
+from headway.checkpoint.manifest import MANIFEST_NAME
 from headway.errors import ConfigError
-from headway.models.hf import save_pretrained
+from headway.models.hf import hf_config_of, save_pretrained
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
     from headway.args import TrainingArguments
+    from headway.checkpoint.ranks import Ranks
     from headway.engine.events import EventBus
     from headway.engine.state import TrainerState
     from headway.strategies.base import Strategy
@@ -43,6 +48,9 @@ class Checkpointing:
     _saver: Saver | None = None
 
     def _prepare_model(self) -> None:
+        raise NotImplementedError
+
+    def _ranks(self) -> Ranks:
         raise NotImplementedError
 
     def save_checkpoint(
@@ -88,7 +96,29 @@ class Checkpointing:
                 f"save_model: {target} already holds {existing[0].name}; choose another folder or "
                 f"pass overwrite_output_dir=True"
             )
-        save_pretrained(self.strategy.unwrap(), target, tokenizer=self.processing_class)
+        if self._ranks().world_size == 1:
+            save_pretrained(self.strategy.unwrap(), target, tokenizer=self.processing_class)
+        else:
+            self._export_by_ranks(target)
+
+    def _export_by_ranks(self, target: Path) -> None:
+        """Every rank writes what it holds, so that none has to hold the model."""
+        assert self.strategy is not None
+        model, ranks = self.strategy.unwrap(), self._ranks()
+        tokenizer_saver = getattr(self.processing_class, "save_pretrained", None)
+        contents = CheckpointContents(
+            model=model,
+            model_config=hf_config_of(model),
+            save_tokenizer=tokenizer_saver if callable(tokenizer_saver) else None,
+        )
+        manager = CheckpointManager(target, save_total_limit=None, ranks=ranks)
+        exported = manager.save(contents, self.state.global_step, kind="export")
+        with ranks.together("putting the model's files in place"):
+            if ranks.is_main:
+                for path in sorted(exported.iterdir()):
+                    if path.is_file() and path.name not in (MANIFEST_NAME, TRAINER_STATE_NAME):
+                        path.replace(target / path.name)
+                shutil.rmtree(exported)
 
     def set_best_checkpoint(self, best_checkpoint: str) -> None:
         """Say which checkpoint is the best: it is recorded, and kept for the rest of the run."""
@@ -124,10 +154,10 @@ class Checkpointing:
         return [*own, *(self._saver.components() if self._saver is not None else [])]
 
     def get_process_groups(self) -> dict[str, Any]:
-        """The process groups of components that are shared by group: none on one device."""
+        """The process groups by name that components are shared by: the trainers' own need none."""
         return {}
 
     def _manager(self) -> CheckpointManager:
         if self._saver is not None:
             return self._saver.manager
-        return CheckpointManager(self.args.output_dir)
+        return CheckpointManager(self.args.output_dir, ranks=self._ranks())
