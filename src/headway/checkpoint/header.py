@@ -93,20 +93,17 @@ def _check_header(path: Path, header: Any, begin: int, size: int) -> dict[str, S
     return ordered
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
 def _check_entry(path: Path, name: str, entry: Any, begin: int) -> StoredTensor:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"the entry of {name!r} is not one of dtype, shape and data_offsets")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(kind, str) or kind not in DTYPES_BY_NAME:
         raise ValueError(f"{name!r} has the unknown dtype {kind!r}")
-    if not isinstance(shape, list) or not all(map(_is_count, shape)):
-        raise ValueError(f"{name!r} has no valid shape")
-    if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_count, offsets))):
-        raise ValueError(f"{name!r} has no valid data_offsets")
+    if not (isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2):
+        raise ValueError(f"the shape and data_offsets of {name!r} are not two lists")
+    for count in (*shape, *offsets):
+        if type(count) is not int or count < 0:
+            raise ValueError(f"the shape and data_offsets of {name!r} are not counts")
     dtype, num_bytes = DTYPES_BY_NAME[kind], offsets[1] - offsets[0]
     if math.prod(shape) * dtype.itemsize != num_bytes:
         raise ValueError(f"{name!r} has {num_bytes} bytes, which is not its shape's size")

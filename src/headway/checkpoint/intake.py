@@ -7,6 +7,7 @@ A file is read rather than mapped: a page that cannot be read is then an error, 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -240,17 +241,10 @@ def _drop(buffers: list[Any], num_bytes: int) -> list[Any]:
 
 
 def _memory(part: _Part) -> Any:
-    """The bytes of a part as a buffer to write to."""
-    tensor = part.tensor.detach()
-    array: Any = (tensor if tensor.dtype in _NUMPY_DTYPES else _as_bytes(tensor)).numpy()
-    if part.num_bytes == array.nbytes:
-        return array
-    return memoryview(array).cast("B")[part.begin : part.begin + part.num_bytes]
-
-
-_NUMPY_DTYPES = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
-)
+    """The bytes of a part as a buffer to write to; the part keeps its tensor alive meanwhile."""
+    # A tenth of the time that an array of the tensor takes, which counts with thousands of them.
+    kind = ctypes.c_char * part.num_bytes
+    return kind.from_address(part.tensor.data_ptr() + part.begin)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

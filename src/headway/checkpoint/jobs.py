@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 # Below this, threads cost more than they bring.
 _WORTH_THREADS_BYTES = 16 * 2**20
-# Beyond this, more of them only wait for memory and for each other.
-_MOST_READERS = 8
+# Beyond this, they only wait for memory and for the interpreter.
+_MOST_READERS = 4
 
 Take = Callable[[int], Callable[[], None] | None]
 

@@ -23,6 +23,7 @@ from headway.checkpoint import leftovers
 from headway.checkpoint.contents import CheckpointContents
 from headway.checkpoint.digest import DEFAULT_DIGEST, new_hasher
 from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.jobs import num_readers
 from headway.checkpoint.manifest import (
     DIR_PREFIXES,
     CommittedCheckpoint,
@@ -457,7 +458,7 @@ class CheckpointManager:
             if entry is None:
                 raise CheckpointError(f"{directory} holds no model")
             self._require_intact(directory, manifest, names=entry["files"])
-            load_weights(model, directory, manifest, elsewhere)
+            load_weights(model, directory, manifest, ranks=self._ranks, elsewhere=elsewhere)
 
     def _at_hand(self, path: str | Path) -> Path:
         directory = self._storage.path_of(path).absolute()
@@ -474,6 +475,7 @@ class CheckpointManager:
             if names is None and self._ranks.world_size > 1:
                 # Every rank reads its share; what one of them finds, all of them raise.
                 names = sorted(manifest.files)[self._ranks.rank :: self._ranks.world_size]
-            problems = verify(directory, names=names)
+            num_threads = num_readers(self._ranks.num_on_node)
+            problems = verify(directory, names=names, num_threads=num_threads)
             if problems:
                 raise CheckpointError("\n".join(problems)) from None

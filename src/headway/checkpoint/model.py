@@ -116,13 +116,12 @@ def _match(reader: ShardReader, live: ModelTensors, elsewhere: Collection[str]) 
 
 @torch.no_grad()
 def load_model_tensors(
-    model: nn.Module, reader: ShardReader, elsewhere: Collection[str] = ()
+    live: ModelTensors, reader: ShardReader, elsewhere: Collection[str] = ()
 ) -> None:
-    """Copy stored weights into the module's own tensors; nothing is copied unless all names fit.
+    """Read stored weights into a module's own tensors; nothing is changed unless all names fit.
 
     Stored names `elsewhere`, which other ranks load, may be absent here.
     """
-    live = collect_model(model)
     targets: dict[str, list[str]] = {}
     for name, source in _match(reader, live, elsewhere).items():
         targets.setdefault(source, []).append(name)

@@ -191,14 +191,16 @@ def join_optimizer(
 
     Parameters `elsewhere`, which other ranks hold, may be absent here.
     """
+    file = str(reader.directory / OPTIMIZER_STATE_NAME)
+    _check_structure(encoded, file)
     present = {n: p for n, p in encoded["params"].items() if n not in elsewhere}
     encoded = {**encoded, "params": present}
     groups = _named_params(optimizer, names)
     live = {name: param for members in groups for name, param in members.items()}
     _check_fit(optimizer, live, encoded, reader)
     rest_names = [n for n in reader.weight_map if n.startswith(("param_groups/", "shared/"))]
-    file = str(reader.directory / OPTIMIZER_STATE_NAME)
     rest = join_tree(encoded["rest"], dict(reader.items(rest_names)), what=file)
+    _check_settings(rest, len(encoded["groups"]), file)
     chosen = _match_groups(groups, encoded["groups"], rest["param_groups"])
 
     for group, hyperparameters in zip(optimizer.param_groups, chosen):
@@ -213,6 +215,46 @@ def join_optimizer(
             optimizer.state[param] = states[name]
         else:  # it had not been stepped yet when it was saved
             optimizer.state.pop(param, None)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _check_structure(encoded: Mapping[str, Any], file: str) -> None:
+    """Refuse what `split_optimizer` does not return."""
+    params, groups = encoded.get("params"), encoded.get("groups")
+    fits = (
+        isinstance(encoded.get("class"), str)
+        and isinstance(encoded.get("rest"), dict)
+        and isinstance(params, dict)
+        and isinstance(groups, list)
+        and all(map(_is_texts, groups))
+        and {name for members in groups for name in members} == params.keys()
+        and all(
+            isinstance(param, dict)
+            and {"shape", "tensors", "on_host", "values"} <= param.keys()
+            and isinstance(param["values"], dict)
+            and _is_texts(param["tensors"])
+            and _is_texts(param["on_host"])
+            for param in params.values()
+        )
+    )
+    if not fits:
+        raise CheckpointError(f"{file} does not have the structure of an optimizer's state")
+
+
+def _check_settings(rest: Any, num_groups: int, file: str) -> None:
+    """Refuse settings that are not one dict for each group, and one for all of them."""
+    fits = (
+        isinstance(rest, dict)
+        and isinstance(rest.get("shared"), dict)
+        and isinstance(rest.get("param_groups"), list)
+        and len(rest["param_groups"]) == num_groups
+        and all(isinstance(settings, dict) for settings in rest["param_groups"])
+    )
+    if not fits:
+        raise CheckpointError(f"{file} does not have the settings of its {num_groups} groups")
 
 
 def _check_fit(

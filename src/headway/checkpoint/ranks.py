@@ -53,6 +53,11 @@ class Ranks(ABC):
         """The node this rank runs on."""
         return self.nodes[self.rank]
 
+    @property
+    def num_on_node(self) -> int:
+        """How many ranks run on this rank's node."""
+        return self.nodes.count(self.node)
+
     def topology(self) -> dict[str, Any]:
         """What the manifest records about the ranks."""
         facts: dict[str, Any] = {"world_size": self.world_size}

@@ -21,6 +21,7 @@ from headway.checkpoint.contents import (
     CheckpointContents,
 )
 from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.jobs import num_readers
 from headway.checkpoint.jsonfile import read_json, read_json_object
 from headway.checkpoint.manifest import Manifest
 from headway.checkpoint.model import (
@@ -111,7 +112,7 @@ def load_contents(
         join_optimizer(
             contents.optimizer,
             (live or collect_model(contents.model)).names_by_id(),
-            read_json(directory / OPTIMIZER_STATE_NAME),
+            read_json_object(directory / OPTIMIZER_STATE_NAME),
             _open_shards(directory, "optimizer", ranks),
             elsewhere,
         )
