@@ -64,7 +64,7 @@ STRATEGIES = {
     "dp2pp2": Strategy(4, "pipeline", {"pipeline_size": 2}, shares=2),
     "accel2": Strategy(2, "accelerate"),
     **{f"pp2-{name}": _pipeline(2, name) for name in SCHEDULES},
-    **{f"pp4-{name}": _pipeline(4, name) for name in SCHEDULES},
+    **{f"pp4-{name}": _pipeline(4, name, n_microbatches=8) for name in SCHEDULES},
 }
 _CLASSES: dict[str, tuple[Any, Any]] = {
     "single": (Trainer, TrainingArguments),
