@@ -337,6 +337,84 @@ def test_raw_pytorch_files_come_in_only_on_request(tmp_path, capsys):
     assert set(load_checkpoint(tmp_path / "again")) == {"a", "b"}
 
 
+def raw_state(kind=torch.optim.AdamW, **options):
+    """A script's model, with buffers and a tie, its optimizer after two steps, and a copy."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(5, 4),
+        torch.nn.BatchNorm1d(4),
+        torch.nn.Linear(4, 4),
+        torch.nn.Linear(4, 5, bias=False),
+    )
+    model[3].weight = model[0].weight
+    optimizer = kind(model.parameters(), lr=0.05, **options)
+    for _ in range(2):
+        model(torch.arange(5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(torch.optim.AdamW, {}), (torch.optim.Adam, {}), (torch.optim.SGD, {"momentum": 0.9})],
+)
+def test_a_raw_training_state_comes_in_whole(kind, options, as_folder, tmp_path, capsys):
+    model, optimizer = raw_state(kind, **options)
+    source = tmp_path / ("raw" if as_folder else "raw.pt")
+    held = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if as_folder:
+        source.mkdir()
+        for name, value in held.items():
+            torch.save(value, source / f"{name}.pt")
+        torch.save({"scale": 2.0}, source / "scaler.pt")
+        (source / "metadata.json").write_text('{"global_step": 7, "epoch": 1, "step": 3}')
+    else:
+        torch.save({**held, "step": 7, "epoch": 1, "scaler": {"scale": 2.0}}, source)
+    target = tmp_path / "run" / "checkpoint-7"
+    target.parent.mkdir()
+    assert main(["checkpoint", "convert", str(source), str(target), "--allow-legacy"]) == 0
+    assert "left out of" in (told := capsys.readouterr().err) and "scaler" in told
+    assert "optimizer" not in told.partition("left out")[2]
+    manifest = read_manifest(target)
+    assert (manifest.kind, manifest.step) == ("training", 7) and not verify(target)
+
+    other, fresh = raw_state(kind, **options)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    fresh.state.clear()
+    contents = CheckpointContents(model=other, optimizer=fresh)
+    loaded = CheckpointManager(target.parent).load(contents)
+    assert loaded.trainer_state["global_step"] == 7 and loaded.trainer_state["epoch"] == 1
+    assert same_state(model, other)
+    for mine, theirs in zip(other.parameters(), model.parameters()):
+        assert optimizer.state[theirs].keys() == fresh.state[mine].keys()
+        for key, value in optimizer.state[theirs].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(fresh.state[mine][key]))
+
+
+def test_what_of_a_raw_file_is_left_out_is_said(tmp_path, capsys):
+    model, optimizer = raw_state()
+    held = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iter_num": 9}
+    torch.save({**held, "config": {"a": 1}}, tmp_path / "raw.pt")
+    words = ["checkpoint", "convert", str(tmp_path / "raw.pt")]
+    for number, options in enumerate((["--no-optimizer"], ["--to", "hf"], ["--dtype", "float64"])):
+        target = tmp_path / str(number)
+        assert main([*words, str(target), "--allow-legacy", *options]) == 0
+        told = capsys.readouterr().err
+        assert "left out" in told and "optimizer" in told and "config" in told
+        assert read_manifest(target).step == 9 and read_manifest(target).kind == "export"
+    # An optimizer of another model is refused, not guessed at.
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    torch.save({**held, "optimizer": optimizer.state_dict()}, tmp_path / "odd.pt")
+    words[2] = str(tmp_path / "odd.pt")
+    assert main([*words, str(tmp_path / "x"), "--allow-legacy"]) == 1
+    assert "convert without the optimizer" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
 class Explodes:
     def __reduce__(self):
         return (os.system, ("touch exploded",))

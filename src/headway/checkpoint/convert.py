@@ -6,38 +6,31 @@ optimizer, scheduler and generators. Does not own: unpickling (legacy.py), writi
 
 from __future__ import annotations
 
-import itertools
-import logging
 import os
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from headway.checkpoint import legacy
-from headway.checkpoint.component import SharingPattern, StateComponent, file_stem
-from headway.checkpoint.contents import OPTIMIZER_STATE_NAME, TRAINER_STATE_NAME
+from headway.checkpoint.component import SharingPattern
+from headway.checkpoint.contents import TRAINER_STATE_NAME
 from headway.checkpoint.draft import Draft
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.export import Source, model_files, require_new, require_whole
+from headway.checkpoint.foreign import write_component, write_optimizer
 from headway.checkpoint.jsonfile import read_json_object
 from headway.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from headway.checkpoint.meta import find_weights, is_half_checkpoint
-from headway.checkpoint.optimizer import split_optimizer
+from headway.checkpoint.raw import PICKLED_WEIGHTS, read_raw
 from headway.checkpoint.tree import split_tree
 from headway.checkpoint.weights import Weights, open_weight_file, open_weights
 from headway.errors import ConfigError, missing_extra
+from headway.models.ties import split_ties
 
-_PICKLED_WEIGHTS = "model.pt"
 _PICKLED_STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 _OF_THE_PROCESS = ("stateful_callbacks", "is_local_process_zero", "is_world_process_zero")
-_NEITHER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,7 @@ def recognise(source: Path) -> Kind:
         return Kind("hf-trainer", pickled or not weights.safetensors)
     if weights is not None:
         return Kind("model folder", not weights.safetensors)
-    if (source / _PICKLED_WEIGHTS).is_file():
+    if (source / PICKLED_WEIGHTS).is_file():
         return Kind("pickled states", True)
     raise ConfigError(f"SRC: {source} holds no weights that can be converted")
 
@@ -73,11 +66,13 @@ def recognise(source: Path) -> Kind:
 def read_source(source: Path, *, allow_legacy: bool = False) -> Source:
     """The weights of a source and the files that belong to them."""
     kind = recognise(source)
-    if kind.name == "file":
-        return _take_all(open_weight_file(source, allow_legacy=allow_legacy))
-    if kind.name == "pickled states":
-        path = source / _PICKLED_WEIGHTS
-        return _take_all(open_weight_file(path, allow_legacy=allow_legacy))
+    if kind.name == "file" and not kind.needs_legacy:
+        return _take_all(open_weight_file(source))
+    if kind.name in ("file", "pickled states"):
+        raw = read_raw(source, allow_legacy=allow_legacy)
+        raw.warn(("step",))
+        tensors, aliases = split_ties(raw.weights)
+        return Source({n: t.clone() for n, t in tensors.items()}, aliases, step=raw.step or 0)
     step = 0
     if kind.name == "checkpoint":
         manifest = read_manifest(source)
@@ -127,12 +122,14 @@ def import_hf_trainer(
             files.append(name)
         draft.add_component("model", files)
         if with_optimizer and (source / "optimizer.pt").exists():
-            _write_optimizer(draft, source, found.tensors)
+            path = source / "optimizer.pt"
+            held, order = legacy.read_pickled(path), _parameter_order(source)
+            write_optimizer(draft, held, path, found.tensors, order)
         if (source / "scheduler.pt").exists():
-            _write_component(draft, "scheduler", legacy.read_pickled(source / "scheduler.pt"))
+            write_component(draft, "scheduler", legacy.read_pickled(source / "scheduler.pt"))
         if (source / "rng_state.pth").exists():
             state = _generators(legacy.read_pickled(source / "rng_state.pth"), source)
-            _write_component(draft, "rng", state, SharingPattern.PER_RANK)
+            write_component(draft, "rng", state, SharingPattern.PER_RANK)
         encoded, _ = split_tree(counters, what=str(source / TRAINER_STATE_NAME))
         draft.write_json(TRAINER_STATE_NAME, encoded)
         step = counters.get("global_step", 0)
@@ -141,25 +138,6 @@ def import_hf_trainer(
                 kind="training", step=int(step), metadata={"imported_from": "hf-trainer"}
             )
         )
-
-
-class _Held:
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def state_dict(self) -> Any:
-        return self._state
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self._state = state_dict
-
-
-def _write_component(
-    draft: Draft, key: str, state: Any, pattern: SharingPattern = SharingPattern.GLOBAL
-) -> None:
-    component = StateComponent(key, _Held(state), pattern)
-    files = draft.write_tree(file_stem(component), *split_tree(state, what=f"state of {key!r}"))
-    draft.add_component(key, files, pattern=pattern.value)
 
 
 def _generators(held: Any, source: Path) -> dict[str, Any]:
@@ -180,94 +158,6 @@ def _generators(held: Any, source: Path) -> dict[str, Any]:
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source / 'rng_state.pth'} is not understood: {error!r}") from error
-
-
-def _write_optimizer(draft: Draft, source: Path, weights: Mapping[str, torch.Tensor]) -> None:
-    path = source / "optimizer.pt"
-    held = legacy.read_pickled(path)
-    try:
-        states: Mapping[int, Mapping[str, Any]] = held["state"]
-        groups: list[dict[str, Any]] = held["param_groups"]
-        sizes = [len(group["params"]) for group in groups]
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not an optimizer's state: {error!r}") from error
-    names = _name_parameters(source, groups, states, weights, sizes)
-    params = {name: nn.Parameter(weights[name], requires_grad=False) for name in names}
-    ordered = iter(names)
-    rebuilt = [
-        {**group, "params": [params[name] for name in itertools.islice(ordered, size)]}
-        for group, size in zip(groups, sizes)
-    ]
-    for group in rebuilt:
-        group.pop("param_names", None)
-    optimizer = _empty_optimizer(states, rebuilt, path)
-    numbers = [number for group in groups for number in group["params"]]
-    for number, name in zip(numbers, names):
-        if number in states:
-            optimizer.state[params[name]] = dict(states[number])
-    encoded, tensors = split_optimizer(optimizer, {id(p): name for name, p in params.items()})
-    files = draft.write_shards("optimizer", tensors)
-    draft.write_json(OPTIMIZER_STATE_NAME, encoded)
-    draft.add_component("optimizer", [*files, OPTIMIZER_STATE_NAME])
-
-
-def _empty_optimizer(
-    states: Mapping[int, Mapping[str, Any]], groups: list[dict[str, Any]], path: Path
-) -> torch.optim.Optimizer:
-    keys = {key for state in states.values() for key in state}
-    if keys <= {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}:
-        return torch.optim.AdamW(groups)
-    if keys <= {"momentum_buffer"}:
-        return torch.optim.SGD(groups, lr=0.0)
-    raise CheckpointError(
-        f"{path} holds the states {', '.join(sorted(keys))}; only those of AdamW and SGD are known "
-        "(convert without the optimizer)"
-    )
-
-
-def _name_parameters(
-    source: Path,
-    groups: list[dict[str, Any]],
-    states: Mapping[int, Mapping[str, Any]],
-    weights: Mapping[str, torch.Tensor],
-    sizes: list[int],
-) -> list[str]:
-    """Names in the order of the optimizer's numbers, checked against the shapes of its states.
-
-    The Trainer deals the parameters, in the model's order, to a group that decays and one that does
-    not; which rule it dealt them by depends on its version.
-    """
-    order = _parameter_order(source)
-    if not set(order) <= set(weights) or sum(sizes) != len(order):
-        raise CheckpointError(
-            f"{source / 'optimizer.pt'} holds {sum(sizes)} parameters, the model has {len(order)}; "
-            "convert without the optimizer"
-        )
-    decays_by_name = [n for n in order if not _NEITHER_DECAYS.search(n.lower())]
-    decays_by_dim = [n for n in order if weights[n].dim() > 1]
-    numbers = [number for group in groups for number in group["params"]]
-    for decays in (decays_by_name, decays_by_dim, order):
-        names = [*decays, *(n for n in order if n not in set(decays))]
-        if sizes[0] == len(decays) and _shapes_fit(names, numbers, states, weights):
-            return names
-    raise CheckpointError(
-        f"{source / 'optimizer.pt'}: its states do not fit the model's parameters in any known "
-        "order; convert without the optimizer"
-    )
-
-
-def _shapes_fit(
-    names: list[str],
-    numbers: list[int],
-    states: Mapping[int, Mapping[str, Any]],
-    weights: Mapping[str, torch.Tensor],
-) -> bool:
-    for name, number in zip(names, numbers):
-        for key, value in states.get(number, {}).items():
-            is_moment = isinstance(value, torch.Tensor) and key != "step"
-            if is_moment and value.shape != weights[name].shape:
-                return False
-    return True
 
 
 def _parameter_order(source: Path) -> list[str]:

@@ -67,12 +67,18 @@ def write_pickled(value: Any, path: Path) -> None:
     torch.save(value, path)
 
 
-def state_dict_of(held: Any, path: Path) -> dict[str, torch.Tensor]:
-    """The named tensors in what a file held: all of it, or the part that is the model."""
+def weight_key(held: Any) -> str | None:
+    """Under which key a file held the weights; None if it held nothing else."""
     for key in _WEIGHT_KEYS:
         if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
-            held = held[key]
-            break
+            return key
+    return None
+
+
+def state_dict_of(held: Any, path: Path) -> dict[str, torch.Tensor]:
+    """The named tensors in what a file held: all of it, or the part that is the model."""
+    key = weight_key(held)
+    held = held if key is None else held[key]
     if not isinstance(held, Mapping):
         raise CheckpointError(f"{path} holds a {type(held).__name__}, not named tensors")
     odd = [name for name, value in held.items() if not isinstance(value, torch.Tensor)]

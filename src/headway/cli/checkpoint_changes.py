@@ -13,6 +13,7 @@ from headway.cli.messages import print_json, spell_bytes
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
+    from headway.checkpoint.convert import Kind
     from headway.checkpoint.modify import Edit
 
 
@@ -163,7 +164,7 @@ def run_modify(options: argparse.Namespace) -> int:
 
 def run_convert(options: argparse.Namespace) -> int:
     """Import or export."""
-    from headway.checkpoint.convert import import_hf_trainer, read_source, recognise
+    from headway.checkpoint.convert import read_source, recognise
     from headway.checkpoint.export import export_file, export_folder, require_new
 
     source, target = _newest(Path(options.source)), Path(options.target)
@@ -172,16 +173,7 @@ def run_convert(options: argparse.Namespace) -> int:
     to = options.to or _default_form(kind.name, target)
     if to == "checkpoint" and kind.name == "checkpoint":
         raise ConfigError(f"SRC: {source} is a Headway checkpoint already; choose another --to")
-    if to == "checkpoint" and kind.name == "hf-trainer":
-        if options.dtype:
-            raise ConfigError("--dtype: a training state is imported as it is")
-        import_hf_trainer(
-            source,
-            target,
-            allow_legacy=options.allow_legacy,
-            with_optimizer=not options.no_optimizer,
-        )
-    else:
+    if to != "checkpoint" or not _import_state(options, source, target, kind):
         weights = read_source(source, allow_legacy=options.allow_legacy)
         is_file = to == "safetensors" or (to == "bin" and target.suffix in (".bin", ".pt", ".pth"))
         if is_file:
@@ -193,6 +185,24 @@ def run_convert(options: argparse.Namespace) -> int:
     else:
         print(f"{source} ({kind.name}) -> {target} ({to})")
     return 0
+
+
+def _import_state(options: argparse.Namespace, source: Path, target: Path, kind: Kind) -> bool:
+    """Import a training state of another tool; False if the source is weights alone."""
+    from headway.checkpoint.convert import import_hf_trainer
+    from headway.checkpoint.raw import import_raw
+
+    with_optimizer = not options.no_optimizer
+    if kind.name == "hf-trainer":
+        if options.dtype:
+            raise ConfigError("--dtype: a training state is imported as it is")
+        import_hf_trainer(
+            source, target, allow_legacy=options.allow_legacy, with_optimizer=with_optimizer
+        )
+        return True
+    if not kind.needs_legacy or kind.name == "model folder" or not with_optimizer or options.dtype:
+        return False
+    return import_raw(source, target, allow_legacy=options.allow_legacy) is not None
 
 
 def _newest(source: Path) -> Path:
