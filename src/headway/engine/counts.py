@@ -15,5 +15,7 @@ def count_window(window: Window, strategy: Strategy, *, changed: bool) -> Window
     if not changed:
         return window.totals
     own = [int(window.num_target_tokens), window.num_tokens, window.num_samples]
+    if not strategy.data_shard().speaks:
+        own = [0, 0, 0]
     targets, tokens, samples = strategy.reduce(torch.tensor(own), "sum").tolist()
     return WindowTotals(targets, tokens, samples)

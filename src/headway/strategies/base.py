@@ -28,6 +28,8 @@ class DataShard:
 
     rank: int = 0
     world_size: int = 1
+    speaks: bool = True
+    """False where other processes read the same share, and one of them counts it."""
 
 
 class Strategy(ABC):

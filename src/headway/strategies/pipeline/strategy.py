@@ -168,7 +168,7 @@ class PipelineStrategy(RankedStrategy):
     # -- data -------------------------------------------------------------------------------
 
     def data_shard(self) -> DataShard:
-        return DataShard(self._replica, self.layout.num_replicas)
+        return DataShard(self._replica, self.layout.num_replicas, speaks=self._has_last)
 
     def data_group(self) -> dist.ProcessGroup:
         return self._groups.data
