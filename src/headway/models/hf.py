@@ -49,6 +49,15 @@ def hf_config_of(model: nn.Module) -> dict[str, Any] | None:
     return config
 
 
+def generation_config_of(model: nn.Module) -> dict[str, Any] | None:
+    """The generation_config.json of a transformers model, as its `save_pretrained` writes it."""
+    to_text = getattr(getattr(model, "generation_config", None), "to_json_string", None)
+    if not callable(to_text):
+        return None
+    found: dict[str, Any] = json.loads(to_text())
+    return found
+
+
 def state_for_export(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """A module's tensors by name, sorted, each once, and the names that alias another's tensor."""
     state = model.state_dict(keep_vars=True)
@@ -140,7 +149,8 @@ def save_pretrained(
     config = hf_config_of(model)
     if config is not None:
         _write_json(folder / "config.json", config)
-        _write_json(folder / "generation_config.json", generation_config(config))
+        own = generation_config_of(model)
+        _write_json(folder / "generation_config.json", own or generation_config(config))
     tensors, _ = state_for_export(model)
     shards = plan_shards({name: _num_bytes(t) for name, t in tensors.items()}, max_shard_bytes)
     weight_map: dict[str, str] = {}

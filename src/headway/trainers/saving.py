@@ -24,7 +24,7 @@ from headway.checkpoint.replaced import set_aside
 from headway.checkpoint.state_files import encode_state, save_state
 from headway.data.loader import WindowLoader
 from headway.engine.best import require_metric
-from headway.models.hf import hf_config_of
+from headway.models.hf import generation_config_of, hf_config_of
 from headway.optim.build import follow_scheduler
 from headway.optim.schedule_state import ScheduleState
 from headway.trainers.fingerprints import take_fingerprints
@@ -141,7 +141,7 @@ class Saver:
             components=components,
             trainer_state={**trainer.state.to_dict(), "fingerprints": self._fingerprints},
             model_config=hf_config_of(model),
-            generation_config=None,
+            generation_config=generation_config_of(model),
             save_tokenizer=tokenizer_saver if callable(tokenizer_saver) else None,
             run_config=self._run_config,
         )

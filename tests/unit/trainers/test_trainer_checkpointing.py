@@ -15,7 +15,7 @@ from headway.checkpoint import (
 )
 from headway.engine.events import TrainerCallback
 from headway.errors import ConfigError
-from headway.testing import tiny_trainer
+from headway.testing import tiny_llama, tiny_trainer
 
 
 class At(TrainerCallback):
@@ -152,3 +152,23 @@ def test_the_first_save_finds_its_memory_allocated(tmp_path):
 
     tiny_trainer(tmp_path, [Watch()], max_steps=4, save_strategy="steps", save_steps=2).train()
     assert held["before"] > 0 and set(held.values()) == {held["before"]}
+
+
+def test_a_models_generation_config_goes_along(tmp_path):
+    transformers = pytest.importorskip("transformers")
+
+    def make():
+        model = tiny_llama()
+        model.generation_config.max_new_tokens = 7
+        model.generation_config.eos_token_id = [1, 2]
+        return model
+
+    trainer = tiny_trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    trainer.model_init = make
+    trainer.train()
+    named = trainer.save_checkpoint(str(tmp_path / "named"))
+    trainer.save_model(str(tmp_path / "model"))
+    for folder in (tmp_path / "out" / "checkpoint-1", named, tmp_path / "model"):
+        found = transformers.AutoModelForCausalLM.from_pretrained(folder).generation_config
+        assert found.max_new_tokens == 7 and found.eos_token_id == [1, 2]
+    assert not verify(tmp_path / "out" / "checkpoint-1")
