@@ -8,7 +8,6 @@ commands that convert and modify). Does not own: a run's checkpoints and their r
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import logging
 import os
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from headway.checkpoint.digest import DEFAULT_DIGEST, digest_file
 from headway.checkpoint.discovery import committed_in, list_checkpoints
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.jsonfile import encode_json
-from headway.checkpoint.manifest import Manifest, is_committed, write_manifest
+from headway.checkpoint.manifest import Manifest, is_committed, torch_version, write_manifest
 from headway.checkpoint.owner import new_nonce
 from headway.checkpoint.storage import (
     DigestWriter,
@@ -181,7 +180,7 @@ class Draft:
             "save_counter": max(beside, default=0) + 1,
             "topology": {"world_size": 1, "strategy": "single"},
             "headway_version": headway.__version__,
-            "torch_version": importlib.metadata.version("torch"),
+            "torch_version": torch_version(),
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **fields,
         }

@@ -8,7 +8,6 @@ complete (manifest.py), when to save (the training loop).
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,6 +31,7 @@ from headway.checkpoint.manifest import (
     damaged_manifests,
     is_committed,
     read_manifest,
+    torch_version,
     verify,
     write_manifest,
 )
@@ -247,7 +247,7 @@ class CheckpointManager:
             digest_algorithm=self._digest,
             config_digest=writer.config_digest,
             headway_version=headway.__version__,
-            torch_version=importlib.metadata.version("torch"),
+            torch_version=torch_version(),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             metrics=pending.metrics,
             metric=pending.metric,

@@ -8,6 +8,8 @@ Does not own: the files it lists (writer.py) or which checkpoint is chosen (mana
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.metadata
 import json
 import math
 import os
@@ -107,6 +109,12 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 def _text(fields: dict[str, Any], digest: str) -> bytes:
     return json.dumps({**fields, "digest": digest}, indent=1, allow_nan=False).encode()
+
+
+@functools.cache
+def torch_version() -> str:
+    """The installed torch; asked once, since the answer is read from a long file."""
+    return importlib.metadata.version("torch")
 
 
 def write_manifest(directory: Path, manifest: Manifest, storage: Storage) -> None:

@@ -114,11 +114,10 @@ def _match(reader: ShardReader, live: ModelTensors, elsewhere: Collection[str]) 
     return wanted
 
 
-@torch.no_grad()
-def load_model_tensors(
+def plan_model(
     live: ModelTensors, reader: ShardReader, elsewhere: Collection[str] = ()
-) -> None:
-    """Read stored weights into a module's own tensors; nothing is changed unless all names fit.
+) -> list[Destination]:
+    """Which stored weights go into which of a module's own tensors; an error unless all fit.
 
     Stored names `elsewhere`, which other ranks load, may be absent here.
     """
@@ -140,13 +139,13 @@ def load_model_tensors(
             if target.dtype != stored[source].dtype:
                 recast.append(name)
             destinations.append(Destination(stored[source], target))
-    reader.fill(destinations)
     if recast:
         logger.warning(
-            "%d tensors are stored in another dtype than the model's and were converted: %s",
+            "%d tensors are stored in another dtype than the model's and are converted: %s",
             len(recast),
             describe_names(recast),
         )
+    return destinations
 
 
 def _require_equal(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -180,14 +180,23 @@ def merge_optimizers(encoded: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**first, "groups": list(groups.values()), "params": params, "rest": rest}
 
 
-def join_optimizer(
+class OptimizerPlan(NamedTuple):
+    """A saved state that fits a live optimizer."""
+
+    destinations: list[Destination]
+    """To be filled first."""
+    finish: Callable[[], None]
+    """Puts settings and states into the optimizer."""
+
+
+def plan_optimizer(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
     encoded: Mapping[str, Any],
     reader: ShardReader,
     elsewhere: Collection[str] = (),
-) -> None:
-    """Put a saved state into the live optimizer, by parameter name.
+) -> OptimizerPlan:
+    """How to put a saved state into the live optimizer, by parameter name; changes nothing yet.
 
     Parameters `elsewhere`, which other ranks hold, may be absent here.
     """
@@ -202,19 +211,22 @@ def join_optimizer(
     rest = join_tree(encoded["rest"], dict(reader.items(rest_names)), what=file)
     _check_settings(rest, len(encoded["groups"]), file)
     chosen = _match_groups(groups, encoded["groups"], rest["param_groups"])
+    states, destinations = _plan_states(optimizer, groups, encoded["params"], reader)
 
-    for group, hyperparameters in zip(optimizer.param_groups, chosen):
-        if hyperparameters is not None:
-            _restore_hyperparameters(group, hyperparameters)
-    for key in [key for key in optimizer.state if isinstance(key, str)]:
-        del optimizer.state[key]
-    optimizer.state.update(rest["shared"])
-    states = _read_states(optimizer, groups, encoded["params"], reader)
-    for name, param in live.items():
-        if states[name]:
-            optimizer.state[param] = states[name]
-        else:  # it had not been stepped yet when it was saved
-            optimizer.state.pop(param, None)
+    def finish() -> None:
+        for group, hyperparameters in zip(optimizer.param_groups, chosen):
+            if hyperparameters is not None:
+                _restore_hyperparameters(group, hyperparameters)
+        for key in [key for key in optimizer.state if isinstance(key, str)]:
+            del optimizer.state[key]
+        optimizer.state.update(rest["shared"])
+        for name, param in live.items():
+            if states[name]:
+                optimizer.state[param] = states[name]
+            else:  # it had not been stepped yet when it was saved
+                optimizer.state.pop(param, None)
+
+    return OptimizerPlan(destinations, finish)
 
 
 def _is_texts(value: Any) -> bool:
@@ -334,14 +346,13 @@ def _restore_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) ->
             group[key] = value
 
 
-@torch.no_grad()
-def _read_states(
+def _plan_states(
     optimizer: torch.optim.Optimizer,
     groups: list[dict[str, torch.Tensor]],
     saved: Mapping[str, Any],
     reader: ShardReader,
-) -> dict[str, dict[str, Any]]:
-    """The saved state of every parameter, each tensor in its dtype and on its device."""
+) -> tuple[dict[str, dict[str, Any]], list[Destination]]:
+    """The state of every parameter, its tensors (of the saved dtype, in place) yet to be filled."""
     states: dict[str, dict[str, Any]] = {}
     destinations = []
     located = reader.locate([f"{key}.{name}" for name in saved for key in saved[name]["tensors"]])
@@ -360,8 +371,7 @@ def _read_states(
                 tensor = _place(held.get(key), stored, device)
                 states[name][key] = tensor
                 destinations.append(Destination(stored, tensor))
-    reader.fill(destinations)
-    return states
+    return states, destinations
 
 
 def _place(current: Any, stored: StoredTensor, device: torch.device) -> torch.Tensor:

@@ -21,17 +21,17 @@ from headway.checkpoint.contents import (
     CheckpointContents,
 )
 from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.intake import fill
 from headway.checkpoint.jobs import num_readers
 from headway.checkpoint.jsonfile import read_json, read_json_object
 from headway.checkpoint.manifest import Manifest
 from headway.checkpoint.model import (
-    ModelTensors,
     collect_model,
     describe_names,
     load_extra_state,
-    load_model_tensors,
+    plan_model,
 )
-from headway.checkpoint.optimizer import join_optimizer
+from headway.checkpoint.optimizer import plan_optimizer
 from headway.checkpoint.ranks import Ranks, SoloRanks
 from headway.checkpoint.rng import RNGState
 from headway.checkpoint.staged import TensorSlice
@@ -60,13 +60,51 @@ def load_weights(
     *,
     ranks: Ranks | None = None,
     elsewhere: Collection[str] = (),
-) -> ModelTensors:
-    """Load the weights (and the modules' extra state) into a live model; returns its tensors."""
-    live = collect_model(model)
-    load_model_tensors(live, _open_shards(directory, "model", ranks or SoloRanks()), elsewhere)
+) -> None:
+    """Load the weights (and the modules' extra state) into a live model."""
+    reader = _open_shards(directory, "model", ranks or SoloRanks())
+    reader.fill(plan_model(collect_model(model), reader, elsewhere))
+    _load_extra(model, directory, manifest)
+
+
+def _load_extra(model: nn.Module, directory: Path, manifest: Manifest) -> None:
     if f"{MODEL_EXTRA_STEM}.json" in manifest.files:
         load_extra_state(model, read_tree(directory, MODEL_EXTRA_STEM, manifest))
-    return live
+
+
+def _load_tensors(
+    contents: CheckpointContents,
+    directory: Path,
+    manifest: Manifest,
+    wanted: Collection[str],
+    ranks: Ranks,
+    elsewhere: Collection[str],
+) -> None:
+    """The model's and the optimizer's share of `load_contents`; all must fit before any changes."""
+    live = collect_model(contents.model)
+    destinations, finish = [], None
+    if "model" in wanted:
+        destinations += plan_model(live, _open_shards(directory, "model", ranks), elsewhere)
+    if "optimizer" in wanted and contents.optimizer is not None:
+        if manifest.component("optimizer") is None:
+            raise CheckpointError(
+                f"{directory} holds no optimizer state; name the components to load to go "
+                "without it"
+            )
+        plan = plan_optimizer(
+            contents.optimizer,
+            live.names_by_id(),
+            read_json_object(directory / OPTIMIZER_STATE_NAME),
+            _open_shards(directory, "optimizer", ranks),
+            elsewhere,
+        )
+        destinations += plan.destinations
+        finish = plan.finish
+    fill(destinations, num_readers(ranks.num_on_node))
+    if "model" in wanted:
+        _load_extra(contents.model, directory, manifest)
+    if finish is not None:
+        finish()
 
 
 def _open_shards(directory: Path, prefix: str, ranks: Ranks) -> ShardReader:
@@ -100,22 +138,8 @@ def load_contents(
     )
     if not isinstance(trainer_state, dict):
         raise CheckpointError(f"{directory / TRAINER_STATE_NAME} does not hold a state by name")
-    live = None
-    if "model" in wanted:
-        live = load_weights(contents.model, directory, manifest, ranks=ranks, elsewhere=elsewhere)
-    if "optimizer" in wanted and contents.optimizer is not None:
-        if manifest.component("optimizer") is None:
-            raise CheckpointError(
-                f"{directory} holds no optimizer state; name the components to load to go "
-                "without it"
-            )
-        join_optimizer(
-            contents.optimizer,
-            (live or collect_model(contents.model)).names_by_id(),
-            read_json_object(directory / OPTIMIZER_STATE_NAME),
-            _open_shards(directory, "optimizer", ranks),
-            elsewhere,
-        )
+    if wanted & {"model", "optimizer"}:
+        _load_tensors(contents, directory, manifest, wanted, ranks, elsewhere)
     # The generators last: restoring another component may draw random numbers.
     ordered = sorted(contents.components, key=lambda c: isinstance(c.stateful, RNGState))
     for component in ordered:

@@ -8,7 +8,7 @@ and its publication (manager.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -146,7 +146,7 @@ class ContentsWriter:
             files += self._add_text(name, text)
         if component.optimizer is not None and self._ranks.is_main:
             merged = merge_optimizers([one["optimizer"] for one in shared])
-            files += self._add_text(OPTIMIZER_STATE_NAME, encode_json(merged, OPTIMIZER_STATE_NAME))
+            files += self._add_json(OPTIMIZER_STATE_NAME, merged)
         self.components.append(
             {
                 "key": component.key,
@@ -170,8 +170,8 @@ class ContentsWriter:
             aliases: dict[str, str] = {}
             for one in shared:
                 aliases.update(one["aliases"].get(shards.prefix, {}))
-            text = index_text(plan.weight_map, plan.total_bytes, aliases)
-            files += self._add_text(index_name(shards.prefix), text)
+            name = index_name(shards.prefix)
+            files += self._add(name, lambda: index_text(plan.weight_map, plan.total_bytes, aliases))
         return files
 
     def _add_tensor_file(self, name: str, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -183,16 +183,22 @@ class ContentsWriter:
         return [name]
 
     def _add_text(self, name: str, text: bytes) -> list[str]:
+        return self._add(name, lambda: text, len(text))
+
+    def _add_json(self, name: str, value: Any) -> list[str]:
+        return self._add(name, lambda: encode_json(value, name))
+
+    def _add(self, name: str, make: Callable[[], bytes], about_bytes: int = 0) -> list[str]:
+        # Made by its job: putting JSON together costs nothing while others write tensors.
         def run() -> None:
             path = self._directory / name
-            self._record(name, self._storage.write_bytes(path, text, digest=self._digest))
+            self._record(name, self._storage.write_bytes(path, make(), digest=self._digest))
 
-        self._jobs.append(Job(len(text), run))
+        self._jobs.append(Job(about_bytes, run))
         return [name]
 
     def _add_tree(self, tree: StagedTree) -> list[str]:
-        name = f"{tree.stem}.json"
-        files = self._add_text(name, encode_json(tree.encoded, name))
+        files = self._add_json(f"{tree.stem}.json", tree.encoded)
         if tree.tensors:
             files += self._add_tensor_file(f"{tree.stem}.safetensors", tree.tensors)
         return files

@@ -263,6 +263,16 @@ def test_one_changed_byte_in_any_file_changes_nothing_live(tmp_path, in_small_pi
     assert all(torch.equal(a, b) for a, b in zip(values(live), values(trained(0))))
 
 
+def test_weights_stay_as_they_are_if_the_optimizer_does_not_fit(tmp_path):
+    path = CheckpointManager(tmp_path).save(trained(0), 1)
+    live = trained(1)
+    live.optimizer = torch.optim.SGD(live.model.parameters(), lr=0.1)
+    before = values(live)
+    with pytest.raises(CheckpointError, match="the run uses SGD"):
+        CheckpointManager(tmp_path).load(live, path)
+    assert all(torch.equal(a, b) for a, b in zip(before, values(live)))
+
+
 class Tied(nn.Module):
     def __init__(self, is_tied):
         super().__init__()

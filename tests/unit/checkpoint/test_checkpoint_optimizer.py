@@ -6,7 +6,7 @@ from torch import nn
 
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.model import collect_model
-from headway.checkpoint.optimizer import join_optimizer, split_optimizer
+from headway.checkpoint.optimizer import plan_optimizer, split_optimizer
 from headway.checkpoint.tensors import ShardReader, write_shards
 from headway.errors import ConfigError
 
@@ -33,7 +33,10 @@ def save(tmp_path, model, optimizer):
 
 def load(tmp_path, model, optimizer, encoded):
     names = collect_model(model).names_by_id()
-    join_optimizer(optimizer, names, encoded, ShardReader(tmp_path, "optimizer"))
+    reader = ShardReader(tmp_path, "optimizer")
+    plan = plan_optimizer(optimizer, names, encoded, reader)
+    reader.fill(plan.destinations)
+    plan.finish()
 
 
 def copy_of(model, dtype=torch.float32):
