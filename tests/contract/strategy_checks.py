@@ -85,13 +85,14 @@ def spoil_row(parameter: torch.Tensor, row: int) -> None:
 
 
 class PutToken(TrainerCallback):
-    """Puts token 257 into the data of the last rank at one step."""
+    """Puts token 257 into the last share of the data at one step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_window(self, args: Any, state: Any, window: Any) -> None:
-        if state.global_step == self.step and args.process_index == args.world_size - 1:
+    def on_window(self, state: Any, window: Any, trainer: Any) -> None:
+        shard = trainer.strategy.data_shard()
+        if state.global_step == self.step and shard.rank == shard.world_size - 1:
             window.micro_batches[0]["input_ids"][0, 3] = 257
 
 
