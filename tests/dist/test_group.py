@@ -1,0 +1,246 @@
+"""The process group comes up and goes down, and what cannot work together is refused by all."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from headway.dist import (
+    DistributedContext,
+    agree_bits,
+    cleanup_distributed,
+    current_context,
+    exchange,
+    host_group,
+    init_distributed,
+    require_equal,
+)
+from headway.dist.failure import current_watch
+from headway.dist.rendezvous import _PORTS, RendezvousError, find_endpoint
+from headway.errors import ConfigError
+from headway.testing import run_ranks
+
+
+def come_and_go(times: int) -> list[DistributedContext]:
+    contexts = []
+    for number in range(times):
+        context = init_distributed(use_cpu=True)
+        assert current_context() is context and current_watch() is not None
+        assert init_distributed(use_cpu=True) is context, "a group that is up is kept"
+        total = torch.tensor([float(context.rank)])
+        dist.all_reduce(total)
+        assert total.item() == sum(range(context.world_size))
+        assert context.broadcast({"from": context.rank, "round": number}) == {
+            "from": 0,
+            "round": number,
+        }
+        cleanup_distributed(context)
+        assert not dist.is_initialized() and current_context() is None
+        contexts.append(context)
+    return contexts
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_group_comes_up_and_goes_down_ten_times(num_ranks: int) -> None:
+    told = run_ranks(come_and_go, num_ranks, 10, backend=None, timeout_s=120)
+    for rank, contexts in enumerate(told):
+        assert (
+            contexts
+            == [DistributedContext(rank, num_ranks, rank, num_ranks, 0, "gloo", "cpu")] * 10
+        )
+
+
+def talk() -> tuple[int, list[object], str]:
+    context = init_distributed(use_cpu=True)
+    group = host_group()
+    assert group is dist.group.WORLD, "plain gloo needs no second group"
+    bits = agree_bits(1 << (20 * context.rank), group)
+    told = exchange({"rank": context.rank, "text": "é" * context.rank}, group)
+    require_equal({"version": "1"})
+    with pytest.raises(ConfigError) as caught:
+        require_equal({"version": "1", "configuration": f'{{"args": {{"seed": {context.rank}}}}}'})
+    cleanup_distributed(context)
+    return bits, told, str(caught.value)
+
+
+def test_ranks_agree_exchange_and_refuse_what_differs() -> None:
+    results = run_ranks(talk, 3, backend=None)
+    bits, told, refusal = results[0]
+    assert results == [(bits, told, refusal)] * 3
+    assert bits == 1 + (1 << 20) + (1 << 40)
+    assert told == [{"rank": rank, "text": "é" * rank} for rank in range(3)]
+    assert refusal == (
+        "args.seed: differs between ranks: 0 on rank 0; 1 on rank 1; 2 on rank 2; it must be the "
+        "same on all"
+    )
+
+
+def come_with_a_problem() -> list[str]:
+    rank = int(os.environ["RANK"])
+    problems = ["data.train: no such file"] + (["args.seed: too large"] if rank == 1 else [])
+    with pytest.raises(ConfigError) as caught:
+        init_distributed(use_cpu=True, problems=problems)
+    assert not dist.is_initialized()
+    return caught.value.problems
+
+
+def test_a_problem_of_any_rank_is_every_rank_s_in_the_same_words() -> None:
+    told = run_ranks(come_with_a_problem, 3, backend=None)
+    assert told == [["data.train: no such file", "args.seed: too large (rank 1)"]] * 3
+
+
+def come_from_another_version() -> str:
+    import headway.dist.group as group
+
+    if os.environ["RANK"] == "2":
+        group.__version__ = "0.0.1"
+    with pytest.raises(ConfigError) as caught:
+        init_distributed(use_cpu=True)
+    return str(caught.value)
+
+
+def test_ranks_with_other_versions_are_refused_by_all() -> None:
+    first, *others = run_ranks(come_from_another_version, 3, backend=None)
+    assert others == [first, first]
+    assert first.startswith("version of headway: differs between ranks: ")
+    assert "on ranks 0, 1; 0.0.1 on rank 2" in first
+
+
+def claim_a_larger_world() -> str:
+    if os.environ["RANK"] == "1":
+        os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "3"
+    with pytest.raises(ConfigError) as caught:
+        init_distributed(use_cpu=True)
+    return str(caught.value)
+
+
+def test_a_world_size_that_differs_between_ranks_is_refused_by_all() -> None:
+    first, second = run_ranks(claim_a_larger_world, 2, backend=None)
+    assert first == second
+    assert first.startswith("WORLD_SIZE: differs between ranks: 2 on rank 0; 3 on rank 1")
+
+
+def ask_for_nccl() -> str:
+    with pytest.raises(ConfigError) as caught:
+        init_distributed(use_cpu=True, backend="nccl")
+    return str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are devices")
+def test_a_backend_that_is_not_there_is_refused() -> None:
+    assert "backend: 'nccl'" in run_ranks(ask_for_nccl, 2, backend=None)[0]
+
+
+def miss_a_rank() -> str:
+    if os.environ["RANK"] == "1":
+        return ""
+    with pytest.raises(RendezvousError) as caught:
+        init_distributed(use_cpu=True, rendezvous_s=1)
+    return str(caught.value)
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    told = run_ranks(miss_a_rank, 3, backend=None)
+    assert told[0] == "rank 1 of 3 did not come to the rendezvous within 1 s"
+    assert "rank 2 waited 1 s at the rendezvous" in told[2]
+
+
+def adopt() -> tuple[DistributedContext, bool, bool]:
+    before = dist.group.WORLD
+    context = init_distributed(use_cpu=True)
+    watched = current_watch() is not None
+    cleanup_distributed(context)
+    return context, watched, dist.group.WORLD is before
+
+
+def test_a_group_that_exists_is_watched_and_left_in_place() -> None:
+    for rank, (context, watched, kept) in enumerate(run_ranks(adopt, 2)):
+        assert context == DistributedContext(rank, 2, rank, 2, 0, "gloo", "cpu")
+        assert watched and kept
+
+
+def cleanup_after_a_failure() -> float:
+    context = init_distributed(use_cpu=True)
+    began = time.monotonic()
+    try:
+        if context.rank == 0:
+            raise ValueError("on one rank only")
+        with pytest.raises(RuntimeError):
+            dist.barrier()
+        cleanup_distributed(context)
+    except ValueError:
+        cleanup_distributed(context)  # does not wait for the others
+    return time.monotonic() - began
+
+
+def test_cleaning_up_after_a_failure_does_not_wait_for_the_others() -> None:
+    assert max(run_ranks(cleanup_after_a_failure, 2, backend=None, timeout_s=60)) < 30
+
+
+def meet_by_slurm() -> tuple[DistributedContext, str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    for name in [*os.environ]:
+        if name in names or name.startswith(("MASTER_", "TORCHELASTIC_")):
+            del os.environ[name]
+    context = init_distributed(use_cpu=True)
+    endpoint = str(find_endpoint(os.environ))
+    total = torch.tensor([float(context.rank)])
+    dist.all_reduce(total)
+    assert total.item() == 1
+    cleanup_distributed(context)
+    return context, endpoint
+
+
+def slurm_rank(job: str) -> tuple[DistributedContext, str]:
+    rank = os.environ["RANK"]
+    os.environ.update(
+        SLURM_JOB_ID=job,
+        SLURM_JOB_NODELIST="localhost",
+        SLURM_NTASKS="2",
+        SLURM_PROCID=rank,
+        SLURM_LOCALID=rank,
+        SLURM_NODEID="0",
+        SLURM_NNODES="1",
+    )
+    return meet_by_slurm()
+
+
+def free_job_number() -> str:
+    """A job whose derived port nobody listens at."""
+    for number in range(os.getpid(), os.getpid() + 100):
+        with socket.socket() as probe:
+            if probe.connect_ex(("localhost", _PORTS[number % len(_PORTS)])) != 0:
+                return str(number)
+    raise AssertionError("no free port")
+
+
+def test_ranks_of_a_slurm_job_meet_without_any_variable_of_a_launcher() -> None:
+    job = free_job_number()
+    told = run_ranks(slurm_rank, 2, job, backend=None)
+    for rank, (context, endpoint) in enumerate(told):
+        assert context == DistributedContext(rank, 2, rank, 2, 0, "gloo", "cpu")
+        assert endpoint == f"localhost:{_PORTS[int(job) % len(_PORTS)]}"
+
+
+def test_a_process_alone_has_no_group() -> None:
+    context = init_distributed(use_cpu=True)
+    assert context == DistributedContext(device_name="cpu")
+    assert context.is_main_process and not context.is_distributed
+    assert context.device == torch.device("cpu")
+    assert context.broadcast([1]) == [1]
+    context.barrier()
+    cleanup_distributed(context)
+    assert not dist.is_initialized()
+
+
+def test_a_group_of_one_can_be_asked_for() -> None:
+    context = init_distributed(use_cpu=True, alone=True)
+    assert dist.get_world_size() == 1 and context.backend == "gloo"
+    assert agree_bits(5) == 5
+    cleanup_distributed(context)
+    assert not dist.is_initialized()
