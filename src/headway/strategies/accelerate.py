@@ -2,7 +2,7 @@
 
 Owns: driving one window through a prepared model, and the loss scale of fp16. Does not own: the
 data (headway's own loader feeds every rank), the optimizer (the trainer's stays as it is), and
-whether an Accelerator can be used (accelerator.py).
+whether an Accelerator can be used (accelerator.py). With DeepSpeed the engine is zero.py's.
 """
 
 from __future__ import annotations
@@ -18,12 +18,18 @@ from headway.checkpoint.component import SharingPattern, StateComponent
 from headway.data.loader import Window, WindowLoader
 from headway.dist.group import DistributedContext
 from headway.models.generation import generate
-from headway.strategies.accelerator import check_accelerator, reconcile
+from headway.strategies.accelerator import (
+    DEEPSPEED,
+    check_accelerator,
+    distributed_type,
+    reconcile,
+)
 from headway.strategies.base import EvalStep, Notify
 from headway.strategies.objective import Objective
 from headway.strategies.ranked import RankedStrategy, own_targets, spread_nonfinite
 from headway.strategies.single import single_batches
 from headway.strategies.source import ModelSource
+from headway.strategies.zero import ZeroEngine, check_zero
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -37,6 +43,9 @@ class AccelerateStrategy(RankedStrategy):
     def __init__(self, accelerator: Any, args: Any) -> None:
         accelerator = check_accelerator(accelerator)
         reconcile(accelerator, args)
+        self._uses_deepspeed = distributed_type(accelerator) == DEEPSPEED
+        if self._uses_deepspeed:
+            check_zero(accelerator, args)
         self.accelerator: Accelerator = accelerator
         device = accelerator.device
         if device.type == "cpu":
@@ -54,6 +63,7 @@ class AccelerateStrategy(RankedStrategy):
         self._model: nn.Module | None = None
         self._prepared: nn.Module | None = None
         self._parameters: list[nn.Parameter] = []
+        self._zero: ZeroEngine | None = None
 
     # -- the model --------------------------------------------------------------------------
 
@@ -62,8 +72,22 @@ class AccelerateStrategy(RankedStrategy):
         self._model = model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._own_forward = model.__dict__.get("forward")
-        self._prepared = self.accelerator.prepare(model)
+        if self._uses_deepspeed:
+            self._zero = ZeroEngine(self.accelerator, model)
+        else:
+            self._prepared = self.accelerator.prepare(model)
         return model
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of the optimizer once it is made: DeepSpeed needs it before a forward."""
+        if self._zero is not None:
+            self._zero.adopt(optimizer)
+
+    def called_model(self) -> nn.Module:
+        if self._zero is not None and self._zero.engine is not None:
+            engine: nn.Module = self._zero.engine
+            return engine
+        return self.unwrap()
 
     def unwrap(self) -> nn.Module:
         assert self._model is not None, "setup comes first"
@@ -75,6 +99,9 @@ class AccelerateStrategy(RankedStrategy):
 
     def teardown(self) -> None:
         model, prepared = self._model, self._prepared
+        if self._zero is not None:
+            prepared = self._zero.engine
+            self._zero.close()
         if model is not None:
             # Accelerate marks the model and replaces its forward; the user's model leaves as it
             # came, so that another run may prepare it again.
@@ -84,7 +111,7 @@ class AccelerateStrategy(RankedStrategy):
                 model.__dict__["forward"] = self._own_forward
             kept = [m for m in self.accelerator._models if m is not model and m is not prepared]
             self.accelerator._models[:] = kept
-        self._model = self._prepared = None
+        self._model = self._prepared = self._zero = None
         self._parameters = []
 
     # -- the step ---------------------------------------------------------------------------
@@ -92,21 +119,18 @@ class AccelerateStrategy(RankedStrategy):
     def forward_backward(
         self, window: Window, objective: Objective, num_targets: int | Tensor, notify: Notify
     ) -> Tensor:
-        assert self._prepared is not None, "setup comes first"
-        accelerator, total = self.accelerator, None
-        last = len(window.micro_batches) - 1
-        # Ranks average their gradients and Accelerate divides by the accumulation; the share is
-        # normalised already.
-        factor = self.context.world_size * accelerator.gradient_accumulation_steps
+        model = self._prepared if self._zero is None else self._zero.ready()
+        assert model is not None, "setup comes first"
+        total, last = None, len(window.micro_batches) - 1
         for number, batch in enumerate(window.micro_batches):
             notify("on_forward_backward_begin")
             own = own_targets(window, number)
             with self._reducing(number == last):
-                with accelerator.autocast():
-                    loss = objective.loss(self._prepared, self._move(batch), num_targets, own)
+                with self.accelerator.autocast():
+                    loss = objective.loss(model, self._move(batch), num_targets, own)
                 if number > last - window.num_fillers:
                     loss = loss.nan_to_num(0.0, 0.0, 0.0) * 0
-                accelerator.backward(spread_nonfinite(loss) * factor)
+                self._backward(spread_nonfinite(loss), last=number == last)
             loss = loss.detach()
             total = loss if total is None else total + loss
             notify("on_forward_backward_end")
@@ -114,10 +138,19 @@ class AccelerateStrategy(RankedStrategy):
         assert total is not None, "a window has at least one micro-batch"
         return total
 
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
+        # Ranks average their gradients, and Accelerate divides by the accumulation; the share is
+        # normalised already.
+        if self._zero is not None:
+            self._zero.backward(loss * self.context.world_size, last=last)
+            return
+        steps = self.accelerator.gradient_accumulation_steps
+        self.accelerator.backward(loss * (self.context.world_size * steps))
+
     def _reducing(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Whether this backward reduces over ranks: the last one, or all where the user says so."""
         each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        if last or each or self._alone:
+        if last or each or self._alone or self._zero is not None:
             return contextlib.nullcontext()
         skips: contextlib.AbstractContextManager[Any] = self.accelerator.no_sync(self._prepared)
         return skips
@@ -129,6 +162,8 @@ class AccelerateStrategy(RankedStrategy):
             return super().eval_forward(batch, objective, with_logits=with_logits)
 
     def clip(self, max_norm: float | None) -> Tensor:
+        if self._zero is not None and self._zero.stage:
+            return self._zero.norm(max_norm).to(self.device)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if not gradients:
             return torch.zeros((), device=self.device)
@@ -144,6 +179,11 @@ class AccelerateStrategy(RankedStrategy):
 
     def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
         scaler = self.accelerator.scaler
+        if self._zero is not None and self._zero.stage:
+            if self.before_apply is not None:
+                self.before_apply()
+            self._zero.step()
+            return
         if scaler is None:
             # Anything not finite in the two makes their sum so; ranks go by the norm, which is
             # the same on all of them.
@@ -157,6 +197,8 @@ class AccelerateStrategy(RankedStrategy):
         optimizer.zero_grad(set_to_none=True)
 
     def state_components(self) -> list[StateComponent]:
+        if self._zero is not None:
+            return self._zero.components()
         scaler = self.accelerator.scaler
         if scaler is None:
             return []
