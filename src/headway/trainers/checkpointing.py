@@ -89,6 +89,8 @@ class Checkpointing:
         """Write the weights, config and tokenizer as a Hugging Face model folder."""
         self._prepare_model()
         assert self.strategy is not None
+        if self.strategy.before_save is not None:
+            self.strategy.before_save()
         target = Path(output_dir or self.args.output_dir)
         existing = sorted(target.glob("model*.safetensors")) if target.is_dir() else []
         if existing and not overwrite_output_dir:

@@ -146,6 +146,13 @@ class Saver:
             run_config=self._run_config,
         )
 
+    def _contents_to_save(self) -> CheckpointContents:
+        strategy = self._trainer.strategy
+        assert strategy is not None
+        if strategy.before_save is not None:
+            strategy.before_save()
+        return self._contents()
+
     def save(self, metrics: dict[str, float] | None) -> None:
         """Copy the state of the current step and begin to write it.
 
@@ -162,7 +169,7 @@ class Saver:
                 Path(trainer.args.output_dir) / f"checkpoint-{state.global_step}"
             )
         pending = self.manager.stage(
-            self._contents(), state.global_step, metrics=metrics, metric=metric
+            self._contents_to_save(), state.global_step, metrics=metrics, metric=metric
         )
         self.background.start(pending)
         if not trainer.args.save_async:
@@ -181,7 +188,7 @@ class Saver:
             self.deliver()
             return own
         self.deliver()
-        where = save_state(encode_state(self._contents(), copy=False), target, step)
+        where = save_state(encode_state(self._contents_to_save(), copy=False), target, step)
         trainer.bus.fire("on_save", checkpoint_path=where, step=step)
         return where
 
