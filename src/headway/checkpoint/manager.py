@@ -28,9 +28,9 @@ from headway.checkpoint.manifest import (
     CommittedCheckpoint,
     Manifest,
     committed,
-    damaged_manifests,
     is_committed,
     read_manifest,
+    refuse_link,
     torch_version,
     verify,
     write_manifest,
@@ -41,6 +41,7 @@ from headway.checkpoint.ranks import Ranks, SoloRanks
 from headway.checkpoint.reader import held_elsewhere, load_contents, load_weights
 from headway.checkpoint.replication import check_contents
 from headway.checkpoint.retention import Entry, choose_deletions, rank_by_metric
+from headway.checkpoint.search import Search, find_newest_whole
 from headway.checkpoint.staged import PendingSave
 from headway.checkpoint.staging import Stager
 from headway.checkpoint.storage import Storage, is_url, open_storage
@@ -122,6 +123,7 @@ class CheckpointManager:
         self._stager = Stager(self._ranks)
         self._last_counter = 0
         self._verified: set[tuple[Path, str]] = set()
+        self._damaged: set[str] = set()
 
     # -- saving -----------------------------------------------------------------------------
 
@@ -208,6 +210,7 @@ class CheckpointManager:
         try:
             with ranks.together("creating the directory"):
                 if ranks.is_main:
+                    refuse_link(final)
                     self._storage.make_root()
                     self._storage.make_dir(temporary)
             writer = ContentsWriter(
@@ -256,6 +259,7 @@ class CheckpointManager:
         write_manifest(temporary, manifest, self._storage)
         self._publish(temporary, final, nonce)
         self._last_counter = manifest.save_counter
+        self._damaged.discard(final.name)
 
     def _next_counter(self) -> int:
         found = [checkpoint.save_counter for checkpoint in committed(self.output_dir)]
@@ -315,6 +319,7 @@ class CheckpointManager:
                 ephemeral=bool(checkpoint.manifest.metadata.get("ephemeral")),
             )
             for checkpoint in self.list()
+            if checkpoint.path.name not in self._damaged
         ]
 
     def _retire(self) -> None:
@@ -359,34 +364,23 @@ class CheckpointManager:
         return path
 
     def find_intact(self) -> tuple[Path | None, Sequence[str]]:
-        """The newest training checkpoint that verifies, and what is wrong with those before it.
+        """The newest training checkpoint that verifies, and what is wrong with newer ones.
 
-        The second item has a line for every damaged file.
+        The second item has a line for every damaged file. None of these checkpoints counts for
+        retention from then on: it can neither push out a good one nor be the best.
         """
-        ranks, path = self._ranks, None
-        damaged: Sequence[str] = ()
+        ranks, found = self._ranks, Search(None)
         with ranks.together("looking for a checkpoint"):
             if ranks.is_main:
-                path, damaged = self._find_intact()
-        name, damaged = ranks.share([None if path is None else str(path), list(damaged)])
+                found = find_newest_whole(self._storage, self.list())
+        known = None if found.path is None else str(found.path)
+        name, problems, damaged = ranks.share([known, found.problems, sorted(found.damaged)])
+        self._damaged |= set(damaged)
         if name is None:
-            return None, damaged
+            return None, problems
         path = Path(name)
         self._verified.add((path, read_manifest(path).digest))
-        return path, damaged
-
-    def _find_intact(self) -> tuple[Path | None, Sequence[str]]:
-        found = self.list()
-        damaged = [*damaged_manifests(self.output_dir).values()]
-        for checkpoint in reversed(found):
-            if checkpoint.kind != "training":
-                continue
-            self._storage.fetch(checkpoint.path)
-            problems = verify(checkpoint.path)
-            if not problems:
-                return checkpoint.path, damaged
-            damaged += problems
-        return None, damaged
+        return path, problems
 
     def _resolve_path(self, given: Path) -> Path:
         path = given if given.is_absolute() or given.exists() else self.output_dir / given

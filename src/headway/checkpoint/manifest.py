@@ -32,6 +32,7 @@ DIR_PREFIXES = {"training": "checkpoint", "merged": "merged", "export": "export"
 # Room for 300,000 files of 200 bytes each, 3 lists and objects to a file.
 _MAX_MANIFEST_BYTES = 1 << 26
 _MAX_MANIFEST_CONTAINERS = 1_000_000
+LINK_REASON = "is a symbolic link; a checkpoint is a directory of its own"
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
 # `.old-`: a checkpoint moved aside while its successor of the same step takes its name. It counts,
 # so that a crash between the two renames loses nothing.
@@ -226,8 +227,12 @@ def is_committed(path: str | Path) -> bool:
 
 
 def damaged_manifests(output_dir: str | Path) -> dict[Path, str]:
-    """Checkpoint directories whose manifest is not valid, or has gone missing, with the reason."""
-    found: dict[Path, str] = {}
+    """Checkpoint directories whose manifest is not valid, or has gone missing, with the reason.
+
+    A link in the place of a directory counts among them: what it leads to is not of this run, and
+    may change or vanish without it.
+    """
+    found = {path: f"{path} {LINK_REASON}" for path in linked_checkpoints(output_dir)}
     for path in _candidates(output_dir):
         # A save gives a directory its name once it has a manifest; other tools' have no state.
         if not os.path.lexists(path / MANIFEST_NAME) and not (path / "state").is_dir():
@@ -237,6 +242,29 @@ def damaged_manifests(output_dir: str | Path) -> dict[Path, str]:
         except CheckpointError as error:
             found[path] = str(error)
     return found
+
+
+def linked_checkpoints(output_dir: str | Path) -> list[Path]:
+    """Symbolic links with the name of a checkpoint; they are neither used nor changed."""
+    try:
+        with os.scandir(output_dir) as entries:
+            links = [e.name for e in entries if e.is_symlink() and _DIR_NAME.fullmatch(e.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [Path(output_dir).absolute() / name for name in sorted(links)]
+
+
+def refuse_link(path: Path) -> None:
+    """Refuse to write where a symbolic link is."""
+    if path.is_symlink():
+        raise CheckpointError(f"{path} {LINK_REASON}; remove it, or choose another name")
+
+
+def look_at_sizes(path: str | Path, manifest: Manifest) -> list[str]:
+    """What is wrong with the files of a checkpoint, as far as can be seen without reading them."""
+    directory = Path(path)
+    checked = (_check_entry(directory, name, record) for name, record in manifest.files.items())
+    return [problem for problem in checked if problem]
 
 
 def _candidates(output_dir: str | Path) -> list[Path]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.manifest import read_manifest
 from headway.checkpoint.storage import is_url, open_storage
 
@@ -39,8 +40,12 @@ def _mark(path: str | Path, *, pinned: bool) -> None:
         directory = Path(path).absolute()
         storage = open_storage(directory.parent)
     read_manifest(directory)
-    if pinned:
-        (directory / PIN_NAME).touch()
-    else:
-        (directory / PIN_NAME).unlink(missing_ok=True)
+    marker = directory / PIN_NAME
+    if marker.is_symlink():
+        # Followed, it would make a file where it leads.
+        raise CheckpointError(f"{marker} is a symbolic link; remove it")
+    if not pinned:
+        marker.unlink(missing_ok=True)
+    elif not marker.exists():
+        storage.create(marker).close()
     storage.sync_dir(directory)

@@ -14,7 +14,7 @@ from typing import Any
 
 from headway.checkpoint.draft import Draft
 from headway.checkpoint.errors import CheckpointError
-from headway.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify
+from headway.checkpoint.manifest import MANIFEST_NAME, read_manifest, refuse_link, verify
 from headway.checkpoint.storage import Storage, is_plain_file, list_files
 
 
@@ -32,6 +32,7 @@ def rewrite(
     a save of the same step.
     """
     directory = Path(path).absolute()
+    refuse_link(directory)
     manifest = read_manifest(directory)
     problems = verify(directory)
     if problems:

@@ -380,8 +380,90 @@ def test_a_link_inside_the_run_does_not_lead_a_save_out(tmp_path):
         with pytest.raises(ConfigError, match="checkpoint-1"):
             save()
     assert not list(outside.iterdir())
-    CheckpointManager(tmp_path / "run").save(contents(), 1)
+    with pytest.raises(CheckpointError, match="checkpoint-1 is a symbolic link"):
+        CheckpointManager(tmp_path / "run").save(contents(), 1)
     assert not list(outside.iterdir())
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-1"]
+
+
+def test_a_linked_checkpoint_is_named_and_left_alone(good, tmp_path, capsys, caplog):
+    CheckpointManager(tmp_path / "other").save(contents(), 5)
+    link = good.parent / "checkpoint-5"
+    link.symlink_to(tmp_path / "other" / "checkpoint-5")
+    before = tree(tmp_path)
+
+    manager = CheckpointManager(good.parent)
+    with caplog.at_level("WARNING"):
+        assert manager.resolve(True) == good
+    assert f"{link} is a symbolic link" in caplog.text
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        assert find_latest_checkpoint(good.parent) == str(good)
+    assert f"{link} is a symbolic link" in caplog.text
+    assert manager.clean_leftovers() == []
+    assert main(["checkpoint", "ls", str(good.parent)]) == 0
+    assert f"damaged: {link}" in capsys.readouterr().err
+    assert main(["checkpoint", "verify", str(good.parent)]) == 1
+    assert main(["checkpoint", "modify", str(link), "--set", "lr=1.0"]) == 1
+    assert "symbolic link" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        manager.save(contents(), 5)
+    assert tree(tmp_path) == before
+    manager.save(contents(), 6)  # others are saved and retired as ever
+    manager.save(contents(), 7)
+    assert sorted(p.name for p in good.parent.iterdir()) == [
+        "checkpoint-5",
+        "checkpoint-6",
+        "checkpoint-7",
+    ]
+    assert link.is_symlink() and not verify(link)
+
+
+def test_a_pin_does_not_follow_a_link(good, tmp_path, capsys):
+    outside = tmp_path / "outside"
+    (good / ".pinned").symlink_to(outside)
+    for action in ("pin", "unpin"):
+        assert main(["checkpoint", action, str(good)]) == 1
+        assert ".pinned is a symbolic link" in capsys.readouterr().err
+    assert not outside.exists() and (good / ".pinned").is_symlink()
+
+
+# -- damage that is cheap to see --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_the_newest_is_not_one_that_lacks_a_file(damage, good, caplog):
+    newest = CheckpointManager(good.parent).save(contents(), 2)
+    assert find_latest_checkpoint(good.parent) == str(newest)
+    shard = newest / SHARD
+    if damage == "missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:-1])
+    with caplog.at_level("WARNING"):
+        assert find_latest_checkpoint(good.parent) == str(good)
+    assert str(shard) in caplog.text
+    assert find_latest_checkpoint(newest) is None
+
+
+def test_a_plain_folder_with_a_cut_file_is_not_valid(good, tmp_path, caplog):
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    whole = (good / SHARD).read_bytes()
+    file = folder / "model.safetensors"
+    file.write_bytes(whole)
+    assert validate_checkpoint(folder) and find_latest_checkpoint(folder) == str(folder)
+    for cut in (0, 4, 100, len(whole) - 1):
+        file.write_bytes(whole[:cut])
+        caplog.clear()
+        assert not validate_checkpoint(folder) and str(file) in caplog.text
+        assert find_latest_checkpoint(folder) is None
+    file.unlink()
+    file = folder / "pytorch_model.bin"
+    torch.save(Small().state_dict(), file)
+    assert validate_checkpoint(folder)
+    file.write_bytes(file.read_bytes()[:-100])
+    assert not validate_checkpoint(folder) and str(file) in caplog.text
 
 
 # -- JSON that is hostile although every digest is right --------------------------------------

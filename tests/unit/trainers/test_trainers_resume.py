@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headway import Trainer, TrainingArguments
-from headway.checkpoint import CheckpointError, read_manifest
+from headway.checkpoint import CheckpointError, read_manifest, verify
 from headway.checkpoint.digest import digest_bytes
 from headway.checkpoint.manifest import write_manifest
 from headway.checkpoint.storage import FileRecord, Storage
@@ -109,6 +109,35 @@ def test_the_policy_can_be_to_stop(tmp_path):
         train(tmp_path, 5, on_damaged_checkpoint="stop")
     assert str(file) in str(caught.value) and "checkpoint-2" in str(caught.value)
     assert sorted(p.name for p in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("unreadable", [False, True])
+def test_damage_to_an_older_checkpoint_is_no_matter(unreadable, tmp_path, caplog):
+    train(tmp_path, 6)
+    file = tmp_path / "checkpoint-2" / "checkpoint_manifest.json"
+    if unreadable:
+        file.write_text("{")
+    else:  # it can be read, and is not what was committed
+        file.write_text(file.read_text().replace('"metric"', '"Metric"'))
+    with caplog.at_level(logging.WARNING):
+        assert train(tmp_path, 7, on_damaged_checkpoint="stop").state.global_step == 7
+    assert "damaged" not in caplog.text and report(tmp_path, 6)["damaged"] == []
+
+
+def test_a_damaged_checkpoint_pushes_out_no_good_one(tmp_path):
+    train(tmp_path, 6, save_total_limit=2)
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
+    spoil(tmp_path / "checkpoint-6" / "optimizer-00001-of-00001.safetensors")
+    train(tmp_path, 5, save_total_limit=2)
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
+    # Saved again, it is a good one among others.
+    train(tmp_path, 6, save_total_limit=2)
+    assert names(tmp_path) == ["checkpoint-5", "checkpoint-6"]
+    assert not verify(tmp_path / "checkpoint-6")
+
+
+def names(folder):
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
 
 
 def test_nothing_whole_is_left_is_an_error_under_both_policies(tmp_path):
