@@ -16,6 +16,7 @@ from torch import nn
 
 from headway.checkpoint.errors import CheckpointError, MisfitError
 from headway.checkpoint.intake import Destination
+from headway.checkpoint.sharding import as_destination
 from headway.checkpoint.tensors import ShardReader
 from headway.errors import nearest
 from headway.models.ties import input_embedding_names, listed_ties, split_ties
@@ -138,7 +139,7 @@ def plan_model(
             written[canonical] = source
             if target.dtype != stored[source].dtype:
                 recast.append(name)
-            destinations.append(Destination(stored[source], target))
+            destinations.append(as_destination(stored[source], target))
     if recast:
         logger.warning(
             "%d tensors are stored in another dtype than the model's and are converted: %s",

@@ -20,6 +20,7 @@ from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.header import StoredTensor
 from headway.checkpoint.intake import Destination
 from headway.checkpoint.model import describe_names
+from headway.checkpoint.sharding import as_destination, empty_state, local_tensor
 from headway.checkpoint.tensors import ShardReader, num_bytes, why_not_storable
 from headway.checkpoint.tree import join_tree, split_tree
 from headway.errors import ConfigError
@@ -91,7 +92,7 @@ def _split_param(
         if not isinstance(value, torch.Tensor):
             values[key] = value
             continue
-        reason = why_not_storable(value)
+        reason = why_not_storable(local_tensor(value))
         if reason:
             raise ConfigError(f"optimizer state {key} of {name} cannot be stored: {reason}")
         stored.append(key)
@@ -143,9 +144,9 @@ def expected_state_bytes(
             state = optimizer.state.get(param)
             if state:
                 tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-                total += sum(padded(num_bytes(tensor)) for tensor in tensors)
+                total += sum(padded(num_bytes(local_tensor(tensor))) for tensor in tensors)
             elif moments and param.requires_grad:
-                total += moments * padded(num_bytes(param)) + padded(_COUNTER_BYTES)
+                total += moments * padded(num_bytes(local_tensor(param))) + padded(_COUNTER_BYTES)
     return total
 
 
@@ -368,13 +369,15 @@ def _plan_states(
                     on_host = key in saved[name]["on_host"]
                 stored = located[f"{key}.{name}"]
                 device = torch.device("cpu") if on_host else param.device
-                tensor = _place(held.get(key), stored, device)
+                tensor = _place(held.get(key), stored, param, device)
                 states[name][key] = tensor
-                destinations.append(Destination(stored, tensor))
+                destinations.append(as_destination(stored, tensor))
     return states, destinations
 
 
-def _place(current: Any, stored: StoredTensor, device: torch.device) -> torch.Tensor:
+def _place(
+    current: Any, stored: StoredTensor, param: torch.Tensor, device: torch.device
+) -> torch.Tensor:
     """The tensor that a stored one is read into: the one in use, if it is of that kind."""
     if (
         isinstance(current, torch.Tensor)
@@ -382,4 +385,4 @@ def _place(current: Any, stored: StoredTensor, device: torch.device) -> torch.Te
         and current.device == device
     ):
         return current  # no second copy of the moments in device memory
-    return torch.empty(stored.shape, dtype=stored.dtype, device=device)
+    return empty_state(param, stored.shape, stored.dtype, device)

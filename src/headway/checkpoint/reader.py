@@ -34,7 +34,7 @@ from headway.checkpoint.model import (
 from headway.checkpoint.optimizer import plan_optimizer
 from headway.checkpoint.ranks import Ranks, SoloRanks
 from headway.checkpoint.rng import RNGState
-from headway.checkpoint.staged import TensorSlice
+from headway.checkpoint.sharding import local_part
 from headway.checkpoint.tensors import ShardReader, read_tensor_file
 from headway.checkpoint.tree import join_tree
 from headway.errors import ConfigError, unknown
@@ -247,8 +247,5 @@ def _read_sharded(component: StateComponent, reader: ShardReader) -> dict[str, A
             raise CheckpointError(
                 f"{reader.index_path}: {name} is {list(shapes[name])} there, {list(here)} here"
             )
-        is_slice = isinstance(held, TensorSlice)
-        offsets = held.offsets if is_slice else (0,) * len(here)
-        sizes = tuple(held.tensor.shape) if is_slice else here
-        parts[name] = tuple(slice(o, o + s) for o, s in zip(offsets, sizes))
+        parts[name] = local_part(held)
     return dict(reader.parts(parts))

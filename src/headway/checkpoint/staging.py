@@ -36,6 +36,7 @@ from headway.checkpoint.manifest import finite_or_text
 from headway.checkpoint.model import ModelTensors, collect_model
 from headway.checkpoint.optimizer import expected_state_bytes, split_optimizer
 from headway.checkpoint.ranks import Ranks
+from headway.checkpoint.sharding import as_slice
 from headway.checkpoint.staged import (
     StagedCheckpoint,
     StagedComponent,
@@ -139,7 +140,7 @@ class Stager:
         """
         staged = StagedCheckpoint([self._take_model(contents, collect_model(contents.model))])
         staged.components += [self._take_component(c) for c in contents.components]
-        tensors = [_values_of(slots[name]) for slots, name in staged.tensor_slots()]
+        tensors = [_values_of(_part_of(slots[name])) for slots, name in staged.tensor_slots()]
         size = sum(_aligned(num_bytes(tensor)) for tensor in tensors)
         if contents.optimizer is not None:
             size += expected_state_bytes(contents.optimizer, _aligned)
@@ -252,13 +253,15 @@ class Stager:
         """Put a host copy in the place of every live tensor."""
         slots = list(staged.tensor_slots())
         held = [slots_of[name] for slots_of, name in slots]
-        sources = [_values_of(value) for value in held]
+        parts = [_part_of(value) for value in held]
+        sources = [_values_of(part) for part in parts]
         copies = self._make_buffers(sources).take(sources)
         on_side: list[tuple[Tensor, Tensor]] = []
-        for (values, name), value, source, copy in zip(slots, held, sources, copies):
-            is_slice = isinstance(value, TensorSlice)
-            values[name] = TensorSlice(copy, value.shape, value.offsets) if is_slice else copy
-            if source.is_cuda and id(source) in late:
+        for (values, name), value, part, source, copy in zip(slots, held, parts, sources, copies):
+            values[name] = copy
+            if isinstance(part, TensorSlice):
+                values[name] = TensorSlice(copy, part.shape, part.offsets)
+            if source.is_cuda and id(value) in late:
                 on_side.append((copy, source))
             else:
                 copy.copy_(source, non_blocking=source.is_cuda)
@@ -283,6 +286,10 @@ class Stager:
             pairs.clear()
 
         return wait
+
+
+def _part_of(held: Tensor | TensorSlice) -> Tensor | TensorSlice:
+    return held if isinstance(held, TensorSlice) else as_slice(held)
 
 
 def _values_of(held: Tensor | TensorSlice) -> Tensor:

@@ -44,7 +44,9 @@ def hf_config_of(model: nn.Module) -> dict[str, Any] | None:
     if to_dict is None or not hasattr(model, "config_class"):
         return None
     config: dict[str, Any] = json.loads(json.dumps(to_dict(), default=str))
-    config["architectures"] = [type(model).__name__]
+    # Sharding puts a class of torch's before the model's own.
+    classes = (c for c in type(model).__mro__ if not c.__module__.startswith("torch."))
+    config["architectures"] = [next(classes).__name__]
     config["dtype"] = str(getattr(model, "dtype", torch.float32)).removeprefix("torch.")
     return config
 
