@@ -38,7 +38,7 @@ def fingerprint_model(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
 
 
 def fingerprint_tokenizer(tokenizer: Any) -> dict[str, Any] | None:
-    """Class, vocabulary size and, where it can tell, the tokenizer's own digest."""
+    """Class, vocabulary size and a digest: the tokenizer's own, or one of its vocabulary."""
     if tokenizer is None:
         return None
     found: dict[str, Any] = {"class": type(tokenizer).__name__}
@@ -46,4 +46,8 @@ def fingerprint_tokenizer(tokenizer: Any) -> dict[str, Any] | None:
         value = getattr(tokenizer, name, None)
         if isinstance(value, int | str):
             found[name] = value
+    get_vocab = getattr(tokenizer, "get_vocab", None)
+    if "digest" not in found and callable(get_vocab):
+        lines = sorted(f"{number} {token!r}" for token, number in get_vocab().items())
+        found["digest"] = xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
     return found

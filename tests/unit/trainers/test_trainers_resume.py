@@ -16,6 +16,7 @@ from headway.data.loader import WindowLoader
 from headway.data.tokenizer import ByteTokenizer
 from headway.errors import ConfigError
 from headway.testing import tiny_dataset, tiny_decoder
+from headway.trainers.fingerprints import fingerprint_tokenizer
 
 
 def make(folder, steps, *, model=tiny_decoder, data=None, tokenizer=None, **arguments):
@@ -357,3 +358,21 @@ def test_counters_that_count_nothing_are_refused_by_name(key, value, tmp_path):
     put(path, "trainer_state.json", json.dumps({**state, key: value}).encode())
     with pytest.raises(CheckpointError, match=rf"trainer_state\.json: {key}"):
         train(tmp_path, 4)
+
+
+def test_a_vocabulary_in_another_order_is_another_tokenizer():
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+
+    def make_tokenizer(*words):
+        vocabulary = {word: number for number, word in enumerate(words)}
+        core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=core)
+
+    first, same, other = make_tokenizer(*"abc"), make_tokenizer(*"abc"), make_tokenizer(*"acb")
+    assert first.vocab_size == other.vocab_size
+    assert fingerprint_tokenizer(first) == fingerprint_tokenizer(same)
+    assert fingerprint_tokenizer(first) != fingerprint_tokenizer(other)
+    other = make_tokenizer(*"abc")
+    other.add_tokens(["new"])
+    assert fingerprint_tokenizer(first) != fingerprint_tokenizer(other)
