@@ -23,6 +23,7 @@ from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.jsonfile import encode_json
 from headway.checkpoint.manifest import Manifest, is_committed, torch_version, write_manifest
 from headway.checkpoint.owner import new_nonce
+from headway.checkpoint.pins import is_pinned
 from headway.checkpoint.storage import (
     DigestWriter,
     FileRecord,
@@ -199,7 +200,7 @@ class Draft:
         """Make it a checkpoint under its name; returns the directory, below the storage's root.
 
         With `replace` a directory of that name makes room at the last instant; it stays as
-        `backup`, or is deleted.
+        `backup`, or is deleted, unless it is pinned and the pin has not been taken along.
         """
         for directory in list_subdirs(self.directory):
             self.storage.sync_dir(directory)
@@ -223,6 +224,10 @@ class Draft:
         if backup is not None:
             self.storage.rename(aside, backup)
             self.storage.sync_dir(self.target.parent)
+        elif is_pinned(aside) and not is_pinned(self.target):
+            logger.warning(
+                "%s was pinned; it is now %s beside its successor", self.target, aside.name
+            )
         else:
             self.storage.remove_tree(aside)
         return self.target

@@ -28,6 +28,7 @@ from headway.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from headway.checkpoint.meta import find_weights, weight_files
 from headway.checkpoint.model import collect_model
 from headway.checkpoint.optimizer import split_optimizer
+from headway.checkpoint.pins import PIN_NAME
 from headway.checkpoint.storage import list_files
 from headway.checkpoint.tree import split_tree
 from headway.errors import ConfigError
@@ -160,7 +161,8 @@ def files_to_keep(target: Path, *, kind: str) -> list[str]:
                 f"{target} is a checkpoint of kind {manifest.kind!r}, which one of kind {kind!r} "
                 "does not replace; choose another directory"
             )
-        own = {MANIFEST_NAME, TRAINER_STATE_NAME, "eval_metrics.json", "run/config.json"}
+        # The pin is on what was there, not on what takes its name.
+        own = {MANIFEST_NAME, TRAINER_STATE_NAME, "eval_metrics.json", "run/config.json", PIN_NAME}
         own.update(name for entry in manifest.components for name in entry["files"])
         return [name for name in list_files(target) if name not in own]
     weights = find_weights(target)

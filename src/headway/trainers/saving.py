@@ -188,7 +188,8 @@ class Saver:
             self.deliver()
             return own
         self.deliver()
-        where = save_state(encode_state(self._contents_to_save(), copy=False), target, step)
+        encoded = encode_state(self._contents_to_save(), copy=False)
+        where = save_state(encoded, target, step, metadata={"permanent": True})
         trainer.bus.fire("on_save", checkpoint_path=where, step=step)
         return where
 

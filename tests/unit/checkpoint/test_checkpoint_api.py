@@ -519,3 +519,21 @@ def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path)
 def test_every_public_name_can_be_imported():
     for name in checkpoint.__all__:
         assert getattr(checkpoint, name) is not None
+
+
+def test_a_pinned_checkpoint_is_moved_aside_not_replaced(tmp_path):
+    path = tmp_path / "weights"
+    first, second = Tied(0), Tied(1)
+    save_checkpoint(path, first)
+    pin(path)
+    save_checkpoint(path, second)
+    [aside] = tmp_path.glob("weights.old-*")
+    assert not verify(aside) and not verify(path)
+    found = Tied(2)
+    load_checkpoint(aside, found)
+    assert same(found, first)
+    load_checkpoint(path, found)
+    assert same(found, second) and not checkpoint.is_pinned(path)
+    # Nothing is pinned any more: the next save replaces the last one.
+    save_checkpoint(path, first)
+    assert [p.name for p in tmp_path.glob("weights.old-*")] == [aside.name]

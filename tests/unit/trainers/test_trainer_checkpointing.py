@@ -10,6 +10,8 @@ from headway.checkpoint import (
     CheckpointError,
     CheckpointInterface,
     StatefulProvider,
+    is_pinned,
+    pin,
     read_manifest,
     verify,
 )
@@ -172,3 +174,39 @@ def test_a_models_generation_config_goes_along(tmp_path):
         found = transformers.AutoModelForCausalLM.from_pretrained(folder).generation_config
         assert found.max_new_tokens == 7 and found.eos_token_id == [1, 2]
     assert not verify(tmp_path / "out" / "checkpoint-1")
+
+
+def test_a_save_under_another_name_is_not_subject_to_retention(tmp_path):
+    def save(trainer):
+        trainer.save_checkpoint(checkpoint_id=999)
+
+    tiny_trainer(
+        tmp_path,
+        [At(1, save)],
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=1,
+    ).train()
+    assert sorted(p.name for p in (tmp_path / "out").glob("checkpoint-*")) == [
+        "checkpoint-4",
+        "checkpoint-999",
+    ]
+    assert not verify(tmp_path / "out" / "checkpoint-999")
+
+
+@pytest.mark.parametrize("path_given", [False, True])
+def test_a_save_onto_a_pinned_checkpoint_moves_it_aside(path_given, tmp_path):
+    pinned = tmp_path / "out" / "checkpoint-2"
+
+    def save(trainer):
+        pin(pinned)
+        given = {"checkpoint_path": str(pinned)} if path_given else {"checkpoint_id": 2}
+        assert trainer.save_checkpoint(**given) == str(pinned)
+
+    tiny_trainer(
+        tmp_path, [At(3, save)], max_steps=3, save_strategy="steps", save_steps=2, save_async=False
+    ).train()
+    [aside] = (tmp_path / "out").glob("checkpoint-2.old-*")
+    assert read_manifest(aside).step == 2 and is_pinned(aside) and not verify(aside)
+    assert read_manifest(pinned).step == 3 and not is_pinned(pinned) and not verify(pinned)
