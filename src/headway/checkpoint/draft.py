@@ -21,6 +21,7 @@ from headway.checkpoint.digest import DEFAULT_DIGEST, digest_file
 from headway.checkpoint.discovery import committed_in, list_checkpoints
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.jsonfile import encode_json
+from headway.checkpoint.leftovers import clean_leftovers
 from headway.checkpoint.manifest import Manifest, is_committed, torch_version, write_manifest
 from headway.checkpoint.owner import new_nonce
 from headway.checkpoint.pins import is_pinned
@@ -53,6 +54,7 @@ class Draft:
         else:
             self.target = Path(target).absolute()
             self.storage = storage or Storage(self.target.parent)
+        self._has_own_storage = storage is None and not is_url(target)
         self.digest = digest
         self._nonce = new_nonce()
         self.directory = self.target.with_name(f"{self.target.name}.tmp-{self._nonce}")
@@ -62,6 +64,8 @@ class Draft:
     def __enter__(self) -> Self:
         try:
             self.storage.make_root()
+            if self._has_own_storage:  # nobody else starts here and would clean up
+                clean_leftovers(self.storage)
             self.storage.fetch(self.target)
             self.storage.make_dir(self.directory)
         except OSError as error:

@@ -5,10 +5,12 @@ Owns: which names are leftovers and when they may go. Does not own: the operatio
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from headway.checkpoint.manifest import is_committed
@@ -20,7 +22,7 @@ ELSEWHERE_AGE_S = 24 * 3600.0
 """How long a leftover of a process on another machine must be untouched before it goes."""
 
 _LEFTOVER = re.compile(
-    rf"(?:(?P<name>[a-z]+-\d+)\.(?P<what>tmp|old)|\.trash)-(?P<nonce>{NONCE_PATTERN})", re.ASCII
+    rf"(?:(?P<name>.+)\.(?P<what>tmp|old)|\.trash)-(?P<nonce>{NONCE_PATTERN})", re.ASCII
 )
 
 logger = logging.getLogger(__name__)
@@ -34,9 +36,10 @@ def _age_s(path: Path) -> float:
         return 0.0  # it is changing right now
 
 
-def _may_go(path: Path, nonce: str) -> bool:
+def may_go(nonce: str, age_s: Callable[[], float]) -> bool:
+    """Whether what carries a nonce is left over: its process is dead, or elsewhere and idle."""
     state = owner_state(nonce)
-    return state == "dead" or (state == "elsewhere" and _age_s(path) > ELSEWHERE_AGE_S)
+    return state == "dead" or (state == "elsewhere" and age_s() > ELSEWHERE_AGE_S)
 
 
 def clean_leftovers(storage: Storage) -> list[str]:
@@ -49,13 +52,14 @@ def clean_leftovers(storage: Storage) -> list[str]:
     done = storage.collect_leftovers()
     for name in storage.list_dirs():
         match = _LEFTOVER.fullmatch(name)
-        if match is None or not _may_go(storage.root / name, match["nonce"]):
+        path = storage.root / name
+        if match is None or not may_go(match["nonce"], functools.partial(_age_s, path)):
             continue
         try:
-            if _clean_one(storage, storage.root / name, match):
+            if _clean_one(storage, path, match):
                 done.append(name)
         except OSError as error:
-            logger.warning("could not clean up %s: %s", storage.root / name, error)
+            logger.warning("could not clean up %s: %s", path, error)
     return done
 
 

@@ -10,6 +10,8 @@ Does not own: the sequence of a save or load, which is that of local files (mana
 from __future__ import annotations
 
 import contextlib
+import datetime
+import functools
 import logging
 import re
 import shutil
@@ -20,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.leftovers import may_go
 from headway.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from headway.checkpoint.owner import NONCE_PATTERN, new_nonce, owner_state
+from headway.checkpoint.owner import NONCE_PATTERN, new_nonce
 from headway.checkpoint.pins import PIN_NAME, is_pinned
 from headway.checkpoint.storage import TRASH_PREFIX, Storage, check_name, is_url, list_files
 from headway.errors import missing_extra
@@ -226,6 +229,16 @@ class RemoteStorage(Storage):
             self._drop(place)
         super().delete_tree(path)
 
+    def _age_s(self, place: str) -> float:
+        """Since when nothing there was written; 0 where the file system does not tell."""
+        try:
+            times = [self._fs.modified(file) for file in self._fs.find(self._path(place))]
+        except (NotImplementedError, FileNotFoundError, KeyError):
+            return 0.0
+        now = datetime.datetime.now(datetime.UTC)
+        in_utc = [t if t.tzinfo else t.replace(tzinfo=datetime.UTC) for t in times]
+        return min(((now - t).total_seconds() for t in in_utc), default=0.0)
+
     def collect_leftovers(self) -> list[str]:
         """Remove uploads of dead processes, and saves that a later one of their step replaced."""
         done = []
@@ -236,7 +249,8 @@ class RemoteStorage(Storage):
                 str(f).rpartition("/")[2] for f in self._fs.ls(self._path(place), detail=False)
             ]
             nonces = [f.removeprefix(_UPLOADING) for f in found if f.startswith(_UPLOADING)]
-            if nonces and all(owner_state(nonce) == "dead" for nonce in nonces):
+            age_s = functools.partial(self._age_s, place)
+            if nonces and all(may_go(nonce, age_s) for nonce in nonces):
                 self._drop(place)
                 done.append(place)
         self.refresh()

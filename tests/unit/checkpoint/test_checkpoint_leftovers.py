@@ -6,9 +6,10 @@ import sys
 import time
 
 import pytest
+import torch
 from checkpoint_faults import make_contents
 
-from headway.checkpoint import CheckpointError, CheckpointManager
+from headway.checkpoint import CheckpointError, CheckpointManager, save_checkpoint, verify
 from headway.checkpoint.owner import new_nonce, owner_state
 from headway.checkpoint.storage import Storage
 
@@ -121,3 +122,19 @@ def test_a_linked_run_directory_works(tmp_path):
     manager.save(make_contents(), 1)
     manager.save(make_contents(), 2)
     assert names(real) == ["checkpoint-2"]
+
+
+def test_a_killed_save_under_any_name_is_cleaned_by_the_next(tmp_path, dead_nonce):
+    alive = new_nonce()
+    for nonce in (dead_nonce, alive):
+        leave(tmp_path, f"step_5.tmp-{nonce}")
+        leave(tmp_path, f".trash-{nonce}")
+    leave(tmp_path, "notes.tmp-mine")
+    model = torch.nn.Linear(2, 2)
+    save_checkpoint(tmp_path / "step_6", model)
+    kept = [f".trash-{alive}", "notes.tmp-mine", f"step_5.tmp-{alive}", "step_6"]
+    assert names(tmp_path) == sorted(kept)
+    # Cut between its two renames, the earlier one gets its name back.
+    (tmp_path / "step_6").rename(tmp_path / f"step_6.old-{dead_nonce}")
+    save_checkpoint(tmp_path / "step_7", model)
+    assert {"step_6", "step_7"} <= set(names(tmp_path)) and not verify(tmp_path / "step_6")

@@ -1,5 +1,6 @@
 """Checkpoints at an address: the manifest alone is the commit."""
 
+import datetime
 import logging
 import sys
 import uuid
@@ -121,6 +122,22 @@ def test_an_upload_that_is_cut_short_at_any_point_leaves_the_old_or_the_new(addr
             break
     assert point > 10 and values[-1] == point + 1
     assert values[0] == 1, "cut before anything was uploaded, the old one must be found"
+
+
+def test_another_machines_upload_goes_when_it_is_old(address, monkeypatch):
+    CheckpointManager(address).save(make_contents(), 1)
+    fs, base = fsspec.core.url_to_fs(address)
+    fs.makedirs(f"{base}/checkpoint-2", exist_ok=True)
+    fs.pipe_file(f"{base}/checkpoint-2/config.json", b"{}")
+    fs.pipe_file(f"{base}/checkpoint-2/.uploading-00000000-1-1-aaaa", b"")
+    manager = CheckpointManager(address)
+    assert manager.clean_leftovers() == []
+    for hours, expected in ((23, []), (25, ["checkpoint-2"])):
+        then = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=hours)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(fs), "modified", lambda self, path, then=then: then)
+            assert manager.clean_leftovers() == expected
+    assert {n.partition("/")[0] for n in files_at(address)} == {"checkpoint-1"}
 
 
 def test_leftovers_go_when_their_process_is_dead(address):
