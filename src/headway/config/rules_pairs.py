@@ -103,6 +103,25 @@ def _best_needs_one_schedule(args: Any) -> str | None:
     )
 
 
+def _one_metric_for_the_best(args: Any) -> str | None:
+    if not (args.load_best_model_at_end and getattr(args, "preserve_best_model", False)):
+        return None
+    names = args.metric_for_best_model, args.best_model_metric
+    directions = args.greater_is_better, args.best_model_greater_is_better
+    if len({str(name).removeprefix("eval_") for name in names}) > 1:
+        given = f"metric_for_best_model={names[0]!r} and best_model_metric={names[1]!r}"
+    elif None not in directions and directions[0] != directions[1]:
+        given = (
+            f"greater_is_better={directions[0]} and best_model_greater_is_better={directions[1]}"
+        )
+    else:
+        return None
+    return (
+        f"load_best_model_at_end and preserve_best_model rank checkpoints by one metric, got "
+        f"{given}; set both to the same"
+    )
+
+
 def _divisible(option: str) -> Check:
     def check(args: Any) -> str | None:
         size, pieces = getattr(args, option), args.n_microbatches
@@ -380,5 +399,9 @@ RULES: list[Rule] = [
          "Persistent workers need workers.", _needs_workers("dataloader_persistent_workers")),
     Rule("H10", ("sdpa_set_priority", "sdpa_backend"), "args",
          "A priority needs a list of backends.", _priority_needs_list),
+    Rule("H11", ("metric_for_best_model", "best_model_metric", "load_best_model_at_end",
+                 "preserve_best_model"), "args",
+         "load_best_model_at_end and preserve_best_model together go by one metric.",
+         _one_metric_for_the_best),
 ]
 # fmt: on
