@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +336,16 @@ SYSTEMS: dict[str, dict[str, Callable[[int, str], list[float]]]] = {
 }
 
 
+@contextlib.contextmanager
+def common_folder() -> Iterator[str]:
+    """One new folder for all ranks."""
+    told = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(told)
+    yield str(told[0])
+    dist.barrier()
+    shutil.rmtree(str(told[0]), ignore_errors=True)
+
+
 def measure_steps(rounds: int, steps: int) -> dict[str, dict[str, list[float]]]:
     """On one of the two ranks: seconds per step by strategy and system."""
     warnings.simplefilter("ignore")
@@ -344,13 +354,12 @@ def measure_steps(rounds: int, steps: int) -> dict[str, dict[str, list[float]]]:
     for _, (kind, systems) in itertools.product(range(rounds), SYSTEMS.items()):
         for name, run in systems.items():
             with (
-                tempfile.TemporaryDirectory() as folder,
+                common_folder() as folder,
                 contextlib.redirect_stdout(io.StringIO()),
                 contextlib.redirect_stderr(io.StringIO()),
             ):
                 times = run(steps, folder)
             found.setdefault(kind, {}).setdefault(name, []).extend(times)
-            dist.barrier()
     return found
 
 

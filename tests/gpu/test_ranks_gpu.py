@@ -97,7 +97,7 @@ def test_wrapped_on_one_rank_over_nccl(kind, tmp_path):
 
 
 def on_shared_card(kind: str, folder: str) -> Any:
-    init_distributed(backend="gloo", device="cuda:0")
+    init_distributed(backend="gloo")
     classes = {
         "ddp": (DDPTrainer, DDPTrainingArguments),
         "fsdp2": (FSDP2Trainer, FSDP2TrainingArguments),
