@@ -1,6 +1,6 @@
 """A process with torch imported that forks a child for every trial.
 
-Owns: starting the server, one child at a time, its end however it comes. Does not own: what a
+Owns: starting the server, its children, their ends however they come. Does not own: what a
 child does or who kills it.
 
 A fork costs milliseconds where a fresh interpreter pays seconds for its imports. The server has
@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ _PRELOAD = ("torch", "headway.trainers.trainer", "headway.testing.trainer")
 
 
 class ForkServer:
-    """Runs functions, named `module:function`, in forked children, one at a time.
+    """Runs functions, named `module:function`, in forked children, any number at a time.
 
     Arguments are JSON. What a child writes to its output and error streams goes to `log`.
     """
@@ -37,45 +38,69 @@ class ForkServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environ,
-            text=True,
+            bufsize=0,
         )
-        self._child: int | None = None
+        self._running: list[int] = []
+        self._ended: dict[int, int] = {}
+        self._unread = b""
+        self._answers: list[dict[str, int]] = []
         self._receive()  # it has imported everything
 
     def start(self, function: str, **arguments: Any) -> int:
         """Fork a child that calls the function; returns its process id."""
-        assert self._child is None, "one child at a time"
         self._send({"function": function, "arguments": arguments})
-        self._child = int(self._receive()["pid"])
-        return self._child
+        pid = self._receive()["started"]
+        self._running.append(pid)
+        return pid
 
-    def kill(self) -> None:
-        """SIGKILL to the child, which may have ended already."""
-        assert self._child is not None
-        # The server has not reaped it yet, so its id cannot be another's.
-        self._send({"kill": self._child})
+    def kill(self, pid: int | None = None, number: int = signal.SIGKILL) -> None:
+        """A signal, SIGKILL unless given, to a child (None: the only one); it may have ended."""
+        # The server tells of an end when it reaps the child; until then its id is no other's.
+        self._send({"kill": self._only() if pid is None else pid, "signal": number})
 
-    def wait(self) -> int:
-        """Wait for the end of the child: its exit code, or the negative of its signal."""
-        assert self._child is not None
-        self._child = None
-        return int(self._receive()["ended"])
+    def wait(self, pid: int | None = None) -> int:
+        """Wait for a child (None: the only one): its exit code, or the negative of its signal."""
+        child = self._only() if pid is None else pid
+        while child not in self._ended:
+            self._read()
+        self._running.remove(child)
+        return self._ended.pop(child)
+
+    def wait_any(self, limit_s: float) -> set[int]:
+        """The children that have ended, so that `wait` returns at once; waits for one if none."""
+        assert self._server.stdout is not None
+        if not self._ended and select.select([self._server.stdout], [], [], limit_s)[0]:
+            self._read()
+        return set(self._ended)
+
+    def _only(self) -> int:
+        (child,) = self._running
+        return child
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(message) + "\n")
-        self._server.stdin.flush()
+        self._server.stdin.write(json.dumps(message).encode() + b"\n")
 
-    def _receive(self) -> dict[str, Any]:
+    def _read(self) -> None:
         assert self._server.stdout is not None
-        line = self._server.stdout.readline()
-        if not line:
+        data = os.read(self._server.stdout.fileno(), 1 << 16)
+        if not data:
             raise RuntimeError(f"the fork server ended with code {self._server.wait()}")
-        message: dict[str, Any] = json.loads(line)
-        return message
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "ended" in message:
+                self._ended[message["pid"]] = message["ended"]
+            else:
+                self._answers.append(message)
+
+    def _receive(self) -> dict[str, int]:
+        while not self._answers:
+            self._read()
+        return self._answers.pop(0)
 
     def close(self) -> None:
-        """End the server and a child that is still there."""
+        """End the server and the children that are still there."""
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait()
@@ -122,8 +147,6 @@ def _run_child(request: dict[str, Any], log: str) -> None:
 
 
 def _serve(log: str, preload: Sequence[str]) -> None:
-    import select
-
     for module in preload:
         importlib.import_module(module)
     torch = sys.modules.get("torch")
@@ -135,22 +158,22 @@ def _serve(log: str, preload: Sequence[str]) -> None:
     signal.set_wakeup_fd(write_end)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     _answer({"ready": True})
-    child: int | None = None
+    children: set[int] = set()
     pending = b""
     while True:
         ready, _, _ = select.select([0, read_end], [], [])
         if read_end in ready:
             os.read(read_end, 64)
-            if child is not None:
+            for child in list(children):
                 pid, status = os.waitpid(child, os.WNOHANG)
                 if pid:
-                    child = None
-                    _answer({"ended": os.waitstatus_to_exitcode(status)})
+                    children.remove(child)
+                    _answer({"ended": os.waitstatus_to_exitcode(status), "pid": child})
         if 0 not in ready:
             continue
         data = os.read(0, 1 << 16)
         if not data:
-            if child is not None:
+            for child in children:
                 os.kill(child, signal.SIGKILL)
             return
         pending += data
@@ -158,16 +181,16 @@ def _serve(log: str, preload: Sequence[str]) -> None:
         for line in lines:
             request = json.loads(line)
             if "kill" in request:
-                if child is not None and child == request["kill"]:
-                    os.kill(child, signal.SIGKILL)
+                if request["kill"] in children:
+                    os.kill(request["kill"], request["signal"])
                 continue
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 _run_child(request, log)
-            child = pid
-            _answer({"pid": pid})
+            children.add(pid)
+            _answer({"started": pid})
 
 
 if __name__ == "__main__":

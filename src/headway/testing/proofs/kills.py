@@ -10,55 +10,24 @@ half come from outside at a random moment.
 
 from __future__ import annotations
 
-import json
-import mmap
 import random
 import shutil
 import signal
-import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.checkpoint import verify
-from headway.checkpoint.manifest import committed
 from headway.testing.forkserver import ForkServer
 from headway.testing.proofs.crashes import quiet
 from headway.testing.proofs.outcome import Outcome, memory_folder
+from headway.testing.proofs.remains import Ending, Shared, find_loss, newest_step, read_ending
 
 MAX_STEPS, SAVE_STEPS = 90, 3
 # Operations of about one save of the tiny trainer, with the deletion of an older checkpoint.
 _SAVE_OPERATIONS = 100
 _MOST_KILLS_A_RUN = 40
 _LIMIT_S = 120.0
-_SHARED = struct.Struct("<qqqqq")
-
-
-class Shared:
-    """Numbers that a child leaves behind however it ends."""
-
-    def __init__(self, path: Path, *, create: bool = False) -> None:
-        if create:
-            path.write_bytes(_SHARED.pack(-1, 0, -1, 0, -1))
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _SHARED.size)
-
-    def _get(self, place: int) -> int:
-        value: int = struct.unpack_from("<q", self._map, 8 * place)[0]
-        return value
-
-    def put(self, name: str, value: int) -> None:
-        """Set one of the numbers."""
-        struct.pack_into("<q", self._map, 8 * _PLACES[name], value)
-
-    def get(self, name: str) -> int:
-        """`step` (the last finished), `in_save` (whether one was being written), `begun` and
-        `saved` (the last save begun and announced), `trained` (steps done)."""
-        return self._get(_PLACES[name])
-
-
-_PLACES = {"step": 0, "in_save": 1, "saved": 2, "trained": 3, "begun": 4}
 
 
 def train_child(folder: str, shared: str, save_async: bool, kill_at: int, max_steps: int) -> None:
@@ -110,49 +79,18 @@ class _Reporter:
         self._numbers.put("saved", step)
 
 
-@dataclass(frozen=True)
-class Ending:
-    """What a finished run left: losses of all steps, digests of weights and optimizer."""
-
-    losses: tuple[tuple[int, float], ...]
-    digests: tuple[tuple[str, str], ...]
-
-
-def _ending(root: Path) -> Ending:
-    newest = committed(root)[-1]
-    state = json.loads((newest.path / "trainer_state.json").read_text())
-    losses = tuple((e["step"], e["loss"]) for e in state["log_history"] if "loss" in e)
-    files = newest.manifest.files.items()
-    tensors = sorted((n, r.digest) for n, r in files if n.endswith(".safetensors"))
-    return Ending(losses, tuple(tensors))
-
-
 def _check_after_kill(
     root: Path, numbers: Shared, newest_before: int, outcome: Outcome
 ) -> str | None:
     """What is wrong with the directory that a killed child left, if anything."""
-    listed = committed(root)
-    problems = [line for checkpoint in listed for line in verify(checkpoint.path)]
-    if problems:
-        return f"corrupt: {'; '.join(problems)}"
-    newest = max((c.step for c in listed), default=0)
-    step, saved = numbers.get("step"), numbers.get("saved")
-    if newest < saved:
-        return f"the save of step {saved} was announced, but the newest is of step {newest}"
-    if newest < newest_before:
-        return f"the newest was of step {newest_before}, now of {newest}"
-    # Only the save under way may be lost.
-    due = numbers.get("begun") - SAVE_STEPS * numbers.get("in_save")
-    if newest < due:
-        return f"the save of step {due} was begun and over, but the newest is of step {newest}"
-    if step - newest > 2 * SAVE_STEPS:
-        return f"step {step} was done, but the newest checkpoint is of step {newest}"
-    counts = outcome.counts
-    counts["most steps lost"] = max(counts["most steps lost"], step - newest)
-    counts["most steps since the last save begun"] = max(
-        counts["most steps since the last save begun"], step - max(numbers.get("begun"), newest)
-    )
-    return None
+    problem = find_loss(root, [numbers], newest_before, SAVE_STEPS)
+    if problem is None:
+        step, newest, counts = numbers.get("step"), newest_step(root), outcome.counts
+        counts["most steps lost"] = max(counts["most steps lost"], step - newest)
+        counts["most steps since the last save begun"] = max(
+            counts["most steps since the last save begun"], step - max(numbers.get("begun"), newest)
+        )
+    return problem
 
 
 @dataclass
@@ -190,7 +128,7 @@ class _Run:
             kills += 1
             if not self._judge(kills, kill_at):
                 return
-        if _ending(self.folder / "out") != reference:
+        if read_ending(self.folder / "out") != reference:
             self.outcome.fail(f"seed {self.seed}: ended differently after {kills} kills")
         self.outcome.counts["runs finished as undisturbed"] += 1
 
@@ -219,7 +157,7 @@ class _Run:
         counts["kills with background saves"] += self.save_async
         root = self.folder / "out"
         problem = _check_after_kill(root, numbers, self.newest, self.outcome)
-        self.newest = max((c.step for c in committed(root)), default=0)
+        self.newest = newest_step(root)
         if problem:
             where = f"operation {kill_at}" if kill_at else "a random moment"
             self.outcome.fail(f"seed {self.seed}, kill {kills} at {where}: {problem}")
@@ -258,7 +196,7 @@ def _train_undisturbed(server: ForkServer, folder: Path, max_steps: int) -> tupl
         place = folder / f"undisturbed-{save_async}"
         place.mkdir()
         duration_s = _time_child(server, place, save_async, max_steps)
-        endings.append(_ending(place / "out"))
+        endings.append(read_ending(place / "out"))
         # Once more: there is nothing left to train, so this is the start alone.
         start_s = _time_child(server, place, save_async, max_steps)
     assert endings[0] == endings[1], "background saves change nothing"
