@@ -158,7 +158,7 @@ def feed_cases() -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def fed(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(feed_cases, request.param, timeout_s=60)
+    return run_ranks(feed_cases, request.param, timeout_s=180)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -238,9 +238,9 @@ def resume_steps(states: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def test_a_resumed_run_goes_on_at_the_same_sample_at_another_world_size() -> None:
-    first = run_ranks(resume_steps, 2, {}, timeout_s=60)
+    first = run_ranks(resume_steps, 2, {}, timeout_s=180)
     states = {key: value[1] for key, value in first[0].items()}
-    rest = run_ranks(resume_steps, 4, states, timeout_s=60)
+    rest = run_ranks(resume_steps, 4, states, timeout_s=180)
     for key in states:
         order = {}
         for results in (first, rest):
@@ -276,7 +276,7 @@ def feed_shares() -> dict[str, Any]:
 
 
 def test_shares_of_different_length_end_together() -> None:
-    ranks = run_ranks(feed_shares, 4, timeout_s=60)
+    ranks = run_ranks(feed_shares, 4, timeout_s=180)
     for dispatch in (False, True):
         for number in (0, 1):
             passes = [result[f"own-{dispatch}"][number] for result in ranks]
@@ -335,7 +335,7 @@ def flatten(value: Any) -> Any:
 
 
 def test_batches_of_any_form_arrive_as_they_were() -> None:
-    for result in run_ranks(feed_odd, 2, timeout_s=60):
+    for result in run_ranks(feed_odd, 2, timeout_s=180):
         assert len(result) == 3
         assert all(handed == read for handed, read in result)
 
@@ -372,7 +372,7 @@ def feed_broken() -> dict[str, tuple[str, str, int]]:
 
 
 def test_an_error_in_reading_reaches_every_rank() -> None:
-    first, second = run_ranks(feed_broken, 2, timeout_s=30)
+    first, second = run_ranks(feed_broken, 2, timeout_s=180)
     line = "OSError: sample 9 is unreadable"
     for name in ("map read for all", "stream read for all"):
         assert first[name] == ("OSError", "sample 9 is unreadable\nsecond line", 1)
@@ -410,4 +410,4 @@ def feed_many() -> int:
 
 
 def test_windows_of_changing_size_arrive_in_order() -> None:
-    assert sum(run_ranks(feed_many, 3, timeout_s=60)) == 150
+    assert sum(run_ranks(feed_many, 3, timeout_s=180)) == 150

@@ -8,6 +8,7 @@ without needless reductions, keeping buffers equal where ranks meet. Does not ow
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -36,8 +37,6 @@ class DistributedDataParallelStrategy(RankedStrategy):
     """torch's DDP, with gradients summed over all ranks' targets."""
 
     name = "ddp"
-    before_save: Callable[[], None] | None
-    """Called on all ranks before a save copies anything: makes them equal."""
 
     def __init__(
         self, context: DistributedContext, device: torch.device, args: DDPTrainingArguments
@@ -55,6 +54,7 @@ class DistributedDataParallelStrategy(RankedStrategy):
         self._model: nn.Module | None = None
         self._wrapped: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []
+        self._rehearses_next = False
         # DDP averages; with the loss multiplied by their number its ranks' gradients are summed.
         self._weight = torch.full((), float(context.world_size), device=device)
         self.before_save = self._join_for_save
@@ -67,30 +67,51 @@ class DistributedDataParallelStrategy(RankedStrategy):
             self._local.attach(model)
         held = _Held(model)
         device_ids = [self.device] if self.device.type == "cuda" else None
-        self._wrapped = DistributedDataParallel(held, device_ids=device_ids, **self._options)
-        if self._regroups():
-            self._rehearse(held)
+        with warnings.catch_warnings():
+            # What torch offers instead would still make buffers equal at the start.
+            warnings.filterwarnings("ignore", ".*broadcast_buffers.*", FutureWarning)
+            wrapped = DistributedDataParallel(held, device_ids=device_ids, **self._options)
+        self._wrapped = wrapped
+        if self._args.static_graph:
+            self._rehearses_next = True
+        elif self._regroups():
+            held.rehearses = True
+            self._rehearse(lambda: wrapped(rehearsal=True))
+            held.rehearses = False
         return model
 
     def _regroups(self) -> bool:
         """Whether DDP would group gradients anew after the first step of this process."""
         assert self._model is not None
         sparse = any(getattr(module, "sparse", False) for module in self._model.modules())
-        return not (self._args.find_unused_parameters or self._args.static_graph or sparse)
+        return not (self._args.find_unused_parameters or sparse)
 
-    def _rehearse(self, held: _Held) -> None:
-        """Have DDP group gradients for good before the first step.
+    def _rehearse(self, forward: Callable[[], Tensor]) -> None:
+        """A backward for nothing, so that DDP groups gradients for good before the first step.
 
-        It does so in the order in which the first backward makes them ready. The reduction adds in
+        It does so in the order in which its first backward makes them ready. The reduction adds in
         another order in the old groups, so that the first step after a resume would differ from
         the same step of a run that was not interrupted.
         """
-        assert self._wrapped is not None
-        held.rehearses = True
-        self._wrapped(rehearsal=True).backward()
-        held.rehearses = False
+        forward().backward()  # type: ignore[no-untyped-call]
         for parameter in self._parameters:
             parameter.grad = None
+
+    def _rehearse_window(self, window: Window, objective: Objective) -> None:
+        """With a real batch: a static graph is learnt from the first backward, which has to reduce.
+
+        Gradients are grouped by the second.
+        """
+        wrapped, self._rehearses_next = self._wrapped, False
+        assert wrapped is not None
+        batch, buffers = self._move(window.micro_batches[0]), list(self.unwrap().buffers())
+        before = [buffer.clone() for buffer in buffers]
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            for _ in range(2):
+                self._rehearse(lambda: objective.loss(wrapped, batch, 1, 1))
+        for buffer, value in zip(buffers, before):
+            buffer.copy_(value)
 
     # -- data -------------------------------------------------------------------------------
 
@@ -108,6 +129,8 @@ class DistributedDataParallelStrategy(RankedStrategy):
         assert wrapped is not None, "setup comes first"
         num_batches = len(window.micro_batches)
         local = self._local is not None and self._local.is_local
+        if self._rehearses_next:
+            self._rehearse_window(window, objective)
         for number, batch in enumerate(window.micro_batches):
             notify("on_forward_backward_begin")
             own = own_targets(window, number)
