@@ -13,7 +13,11 @@ pytest.importorskip("deepspeed")
 from headway.args import AccelTrainingArguments
 from headway.data.loader import WindowLoader
 from headway.errors import ConfigError
-from headway.strategies import DeepSpeedConfig, make_deepspeed_plugin
+from headway.strategies import (
+    DeepSpeedConfig,
+    make_deepspeed_plugin,
+    wrap_model_distributed,
+)
 from headway.strategies.base import Strategy
 from headway.strategies.objective import Objective
 from headway.strategies.single import SingleDevice
@@ -170,6 +174,8 @@ def _train_others() -> tuple[Any, Any, Any, list[str]]:
     assert run.step(NUM_STEPS - SAVED_AT) == low[SAVED_AT:]
     assert next(run.model.parameters()).dtype == torch.bfloat16
     run.strategy.teardown()
+    _check_withheld(2, tiny_decoder)
+    _check_withheld(3, tiny_llama)
     refused = []
     for attempt in (
         lambda: Run(make_strategy(3), 2),
@@ -182,6 +188,25 @@ def _train_others() -> tuple[Any, Any, Any, list[str]]:
     return sharded, offloaded, low, refused
 
 
+def _check_withheld(stage: int, make: Any) -> None:
+    """What is not finite on one rank reaches no rank's weights."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    run = Run(make_strategy(stage), 2, make)
+    run.step(1)
+    before = [safe_get_full_fp32_param(p).clone() for p in run.model.parameters()]
+    sound = run.objective.loss
+    broken = float("nan") if run.strategy.data_shard().rank else 1.0
+    run.objective.loss = lambda *given: sound(*given) * broken  # type: ignore[method-assign]
+    [(_, norm)] = run.step(1)
+    assert norm == float("inf")
+    after = [safe_get_full_fp32_param(p) for p in run.model.parameters()]
+    assert all(torch.equal(old, new) for old, new in zip(before, after))
+    run.objective.loss = sound  # type: ignore[method-assign]
+    assert all(value < 10 for pair in run.step(2) for value in pair)
+    run.strategy.teardown()
+
+
 def test_sharded_offloaded_and_bf16() -> None:
     expected = Run(SingleDevice(torch.device("cpu")), 4, tiny_llama).step(NUM_STEPS)
     for sharded, offloaded, low, refused in run_ranks(_train_others, 2, timeout_s=110):
@@ -191,6 +216,47 @@ def test_sharded_offloaded_and_bf16() -> None:
         assert "headway.models.Decoder" in refused[0]
         assert "use zero_stage 1" in refused[1]
         assert "FSDP2Trainer" in refused[2]
+
+
+def _train_engine() -> list[float]:
+    from headway.dist import init_distributed
+
+    context = init_distributed(use_cpu=True)
+    torch.manual_seed(3)
+    model = tiny_decoder(hidden_size=16, intermediate_size=32)
+    engine = wrap_model_distributed(
+        model,
+        strategy="deepspeed",
+        ctx=context,
+        deepspeed_config=DeepSpeedConfig(zero_stage=1),
+        mixed_precision="fp32",
+        micro_batch_size=2,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+    )
+    batch = torch.arange(32).reshape(4, 8).chunk(2)[context.rank]
+    losses = []
+    for _ in range(3):
+        loss = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_wrapped_engine_trains() -> None:
+    torch.manual_seed(3)
+    model = tiny_decoder(hidden_size=16, intermediate_size=32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batch = torch.arange(32).reshape(4, 8)
+    expected = []
+    for _ in range(3):
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    first, second = run_ranks(_train_engine, 2)
+    check_close([(a + b) / 2 for a, b in zip(first, second)], expected, "mean of the ranks", 1e-5)
 
 
 def check_close(found: Any, expected: Any, what: str, tolerance: float = 1e-6) -> None:

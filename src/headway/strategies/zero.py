@@ -101,12 +101,13 @@ class ZeroEngine:
         inner = self.engine.optimizer
         inner.clip_grad = float(max_norm or 0.0)
         if self.stage < 3:
-            norm = inner.scaled_global_norm()
+            norms = [inner.scaled_global_norm()]
         else:
-            from deepspeed.runtime.utils import combine_grad_norm_groups
-
-            norm = combine_grad_norm_groups(inner._get_norm_groups())
-        return torch.as_tensor(norm, dtype=torch.float32) / float(inner.loss_scale)
+            norms = inner._get_norm_groups()
+        joined = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in norms])
+        # DeepSpeed writes -1 for a norm that is not finite.
+        norm: Tensor = torch.linalg.vector_norm(torch.where(joined < 0, torch.inf, joined))
+        return norm / float(inner.loss_scale)
 
     def step(self) -> None:
         """Clip and step with the trainer's present settings, unless the norm is not finite."""
