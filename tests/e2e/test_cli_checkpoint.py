@@ -28,6 +28,7 @@ ACTIONS = [
     "ls",
     "inspect",
     "components",
+    "list",
     "verify",
     "diff",
     "prune",
@@ -275,6 +276,10 @@ def test_modify_counters_and_other_components(run, capsys):
         (["--set", "lr=1", "--param-group", "5"], "2 groups"),
         (["--set", "lr=1", "--component", "schedule"], "did you mean 'scheduler'"),
         (["--set", "lr=1", "--component", "model"], "model"),
+        (["--set", "global_step=-5"], "global_step would be -5; allowed: 0 or more"),
+        (["--set", "lr=-1"], "lr would be -1.0"),
+        (["--scale", "weight_decay=-2", "--param-group", "0"], "weight_decay would be -0.2"),
+        (["--set", "base_lrs.0=-1", "--component", "scheduler"], "base_lrs.0 would be -1.0"),
         ([], "--set"),
     ],
 )
@@ -282,6 +287,89 @@ def test_a_wrong_edit_is_explained_and_changes_nothing(words, says, run, capsys)
     before = tree(run)
     assert says in headway(capsys, "modify", run / "checkpoint-3", *words, code=2)
     assert tree(run) == before
+
+
+def test_modify_says_as_much_as_it_is_asked_to(run, capsys):
+    words = ("modify", run / "checkpoint-3", "--set", "weight_decay=0.5", "--dry-run")
+    assert headway(capsys, *words, "-q") == ""
+    usual = headway(capsys, *words)
+    assert "weight_decay" in usual and "2 values in 1 files" not in usual
+    assert "2 values in 1 files" in headway(capsys, *words, "-v")
+    assert headway(capsys, "modify", run, "--set", "weight_decay=-1", "-f", "--dry-run")
+    for both in (["-v", "-q"], ["-q", "--verbose"]):
+        assert "not allowed with" in headway(capsys, *words, *both, code=2)
+
+
+def test_list_shows_values_by_the_names_that_modify_takes(run, capsys):
+    found = ask(capsys, "list", run)
+    assert set(found) == {"trainer", "optimizer", "scheduler", "rng"}
+    group = found["optimizer"]["state/optimizer.json"]["param_groups"][1]
+    assert group["weight_decay"] == 0.0
+    text = headway(capsys, "list", run / "checkpoint-2", "--component", "optimizer")
+    assert "class = AdamW" in text and "param_groups[0].weight_decay = 0.1" in text
+    assert "global_step" not in text and "exp_avg" not in text
+    text = headway(capsys, "list", run / "checkpoint-2", "--component", "trainer")
+    assert "global_step = 2" in text and "log_history.0.loss = 1.0" in text
+    assert "base_lrs = [0.01, 0.01]" in headway(capsys, "list", run, "--component", "scheduler")
+    words = ("list", run, "--component", "rng")
+    assert "tensor" not in headway(capsys, *words) and "-v shows them" in headway(capsys, *words)
+    assert "tensor torch" in headway(capsys, *words, "-v")
+    assert "scheduler" in headway(capsys, "list", run, "--component", "schedule", code=2)
+    flip(run / "checkpoint-2" / "trainer_state.json")
+    assert main(["checkpoint", "list", str(run / "checkpoint-2")]) == 1
+    assert "trainer_state.json" in capsys.readouterr().err
+
+
+def test_inspect_validates_on_request_and_shows_files(run, capsys):
+    path = run / "checkpoint-2"
+    assert ask(capsys, "inspect", path, "--validate")["problems"] == []
+    assert "all as they were written" in headway(capsys, "inspect", path, "--validate")
+    text = headway(capsys, "inspect", path, "-v")
+    assert (
+        "state/optimizer.json" in text and read_manifest(path).files["config.json"].digest in text
+    )
+    assert "state/optimizer.json" not in headway(capsys, "inspect", path)
+    assert "files" in ask(capsys, "inspect", path, "-v")
+    flip(path / "optimizer-00001-of-00001.safetensors")
+    assert ask(capsys, "inspect", path)["step"] == 2
+    assert ask(capsys, "inspect", path, "--validate", code=1)["problems"]
+    assert "is damaged" in headway(capsys, "inspect", path, "--validate", code=1)
+
+
+def test_verbosity_goes_before_or_after_the_action(run, capsys):
+    for words in (["components", run, "-v"], ["-v", "components", run]):
+        assert "state/optimizer.json" in headway(capsys, *words)
+    told = headway(capsys, "ls", run, "--verbos", code=2)
+    assert "did you mean --verbose?" in told
+    assert main(["data", "info", "x", "-q"]) == 2
+    told = capsys.readouterr().err
+    assert "did you mean -q" not in told
+
+
+def test_link_takes_its_place_in_either_spelling(run, capsys):
+    expected = ask(capsys, "link", run, "--dry-run")
+    assert ask(capsys, "link", "--output-path", run, "--dry-run") == expected
+    assert "--output-path" in headway(capsys, "link", code=2)
+    assert "not allowed with" in headway(capsys, "link", run, "--output-path", run, code=2)
+    headway(capsys, "link", "--output-path", run)
+    assert (run / "model.safetensors.index.json").is_symlink()
+
+
+def test_a_folder_without_a_checkpoint_is_a_mistake(run, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for action in ("inspect", "components", "list", "verify"):
+        told = headway(capsys, action, tmp_path / "empty", code=2)
+        assert "is not a committed checkpoint" in told
+    assert "not a committed" in headway(
+        capsys, "modify", tmp_path / "empty", "--set", "lr=1", code=2
+    )
+
+
+def test_quantize_is_refused_by_name(run, tmp_path, capsys):
+    words = ["finalize", str(run), str(tmp_path / "x"), "--quantize", "int8"]
+    assert main(words) == 2
+    assert "--quantize int8: not available yet" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
 
 
 def test_modify_refuses_a_damaged_checkpoint(run, capsys):

@@ -6,6 +6,7 @@ commit of the edited checkpoint (rewrite.py).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,11 @@ from headway.checkpoint.rewrite import rewrite
 from headway.errors import ConfigError, unknown
 
 _SPELLINGS = {"learning_rate": "lr"}
+_NEVER_NEGATIVE = {
+    *("lr", "initial_lr", "base_lrs", "_last_lr", "weight_decay", "eps", "momentum"),
+    *("global_step", "epoch", "raw_epoch", "epoch_start_step", "num_input_tokens_seen"),
+    *("total_flos", "train_seconds", "last_epoch"),
+}
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,18 @@ class Edit:
     key: str
     value: Any
     scale: bool = False
+    force: bool = False
 
     def apply(self, before: Any, where: str) -> Any:
-        """The new value; a value of another type than the old one is refused."""
+        """The new value; one of another type than the old one, or without sense, is refused."""
+        after = self._changed(before, where)
+        is_number = isinstance(after, int | float) and not isinstance(after, bool)
+        names = set(self.key.split("."))
+        if is_number and after < 0 and names & _NEVER_NEGATIVE and not self.force:
+            raise ConfigError(f"{where} would be {after}; allowed: 0 or more")
+        return after
+
+    def _changed(self, before: Any, where: str) -> Any:
         if not isinstance(before, int | float | str | None):
             raise ConfigError(f"{where} is not a plain value and cannot be edited")
         if not self.scale:
@@ -71,19 +86,21 @@ def modify_checkpoint(
     param_group: int | None = None,
     backup: bool = True,
     dry_run: bool = False,
+    force: bool = False,
 ) -> tuple[list[Change], Path | None]:
     """Carry out edits; returns what changes and the directory of the backup, if one is made.
 
     A key is looked for in the optimizer's groups, then in the trainer's counters, or only in
     `component` (`optimizer`, `trainer`, or the key of another one). A learning rate takes the
     rates that a schedule starts from with it, in proportion, so that the schedule does not undo
-    the edit at its next step.
+    the edit at its next step. Rates, decays and counters do not become negative, unless `force`.
     """
     directory = Path(path)
     manifest = read_manifest(directory)
     editor = _Editor(directory, manifest, param_group)
     for edit in edits:
-        editor.apply(Edit(_SPELLINGS.get(edit.key, edit.key), edit.value, edit.scale), component)
+        key = _SPELLINGS.get(edit.key, edit.key)
+        editor.apply(dataclasses.replace(edit, key=key, force=force), component)
     if dry_run or not editor.changes:
         return editor.changes, None
     texts = {

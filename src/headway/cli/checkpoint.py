@@ -1,7 +1,7 @@
 """`headway checkpoint ...`: the commands that look at checkpoints and those that change them.
 
 Owns: their arguments and how a path on the command line is read. What they do is in
-checkpoint_looks.py and checkpoint_changes.py.
+checkpoint_looks.py, checkpoint_values.py and checkpoint_changes.py.
 
 Exit codes: 0 all is well (or equal), 1 damaged (or different), 2 a mistake in the command.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ _LOOKS = {
     "ls": "the checkpoints of a run directory, oldest first",
     "inspect": "what a checkpoint is: kind, sizes, topology, who can read it",
     "components": "the parts of a checkpoint, with their files and sizes",
+    "list": "the values of a checkpoint's parts that are not tensors, by the names modify takes",
     "verify": "read every file and compare it with its digest",
     "diff": "how two checkpoints differ: configuration, counters, state, tensors",
 }
@@ -40,8 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="action", required=True, metavar=f"{{{','.join(names)}}}")
     made = {name: verbs.add_parser(name, help=text) for name, text in (_LOOKS | _CHANGES).items()}
     made["ls"].add_argument("path", metavar="DIR", help="a run directory")
-    for name in ("inspect", "components"):
+    for name in ("inspect", "components", "list"):
         made[name].add_argument("path", metavar="PATH", help="a checkpoint, or a run's newest")
+    made["inspect"].add_argument(
+        "--validate", action="store_true", help="read every file, as verify does; 1 if damaged"
+    )
+    made["list"].add_argument(
+        "--component", metavar="KEY", help="optimizer, trainer, scheduler, ..."
+    )
     made["verify"].add_argument(
         "path", nargs="+", metavar="PATH", help="a checkpoint, or a run directory: all of its"
     )
@@ -57,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_convert(made["convert"])
     for command in made.values():
         command.add_argument("--json", action="store_true", help="print JSON")
+        # As before the action; not set here unless given here.
+        loud = command.add_mutually_exclusive_group()
+        for short, name, text in (("-v", "verbose", "say more"), ("-q", "quiet", "say less")):
+            loud.add_argument(
+                short, f"--{name}", action="store_true", default=argparse.SUPPRESS, help=text
+            )
 
 
 def _add_prune(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +89,9 @@ def _add_prune(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_link(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="DIR", help="a run directory")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("path", nargs="?", metavar="DIR", help="a run directory")
+    where.add_argument("--output-path", metavar="DIR", help="another spelling of it")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be linked")
     parser.add_argument("-f", "--force", action="store_true", help="replace real files, too")
 
@@ -88,6 +104,9 @@ def _add_modify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--param-group", type=int, metavar="I", help="only this optimizer group")
     parser.add_argument("--dry-run", action="store_true", help="only say what would change")
     parser.add_argument("--no-backup", action="store_true", help="do not keep the old one")
+    parser.add_argument(
+        "-f", "--force", action="store_true", help="also where a negative value makes no sense"
+    )
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
@@ -107,6 +126,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Do what the action says."""
     room = "looks" if options.action in _LOOKS else "changes"
+    room = "values" if options.action == "list" else room
     module = importlib.import_module(f"headway.cli.checkpoint_{room}")
     action: Any = getattr(module, f"run_{options.action}")
     code: int = action(options)
@@ -122,6 +142,21 @@ def require_folder(given: str) -> None:
         raise ConfigError(f"{given} does not exist")
     if not path.is_dir():
         raise ConfigError(f"{given} is a file; a directory is needed")
+
+
+@contextlib.contextmanager
+def open_committed(given: str) -> Iterator[Path]:
+    """The same as `open_checkpoint`; a folder with no trace of a checkpoint is a mistake."""
+    from headway.checkpoint.manifest import MANIFEST_NAME
+    from headway.checkpoint.meta import find_weights, is_half_checkpoint
+
+    with open_checkpoint(given) as directory:
+        has_manifest = os.path.lexists(directory / MANIFEST_NAME)
+        if not (has_manifest or is_half_checkpoint(directory) or find_weights(directory)):
+            raise ConfigError(
+                f"{given} is not a committed checkpoint and holds none: there is no {MANIFEST_NAME}"
+            )
+        yield directory
 
 
 @contextlib.contextmanager

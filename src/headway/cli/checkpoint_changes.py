@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.cli.checkpoint import open_checkpoint, require_folder
+from headway.cli.checkpoint import open_committed, require_folder
 from headway.cli.messages import print_json, spell_bytes
 from headway.errors import ConfigError
 
@@ -68,9 +68,10 @@ def run_link(options: argparse.Namespace) -> int:
     """Link the newest weights into the run directory."""
     from headway.checkpoint import create_pretrained_symlinks
 
-    require_folder(options.path)
+    given = options.path or options.output_path
+    require_folder(given)
     try:
-        links = create_pretrained_symlinks(options.path, options.force, options.dry_run)
+        links = create_pretrained_symlinks(given, options.force, options.dry_run)
     except FileExistsError as error:
         raise ConfigError(f"{error} (--force)") from error
     if options.json:
@@ -140,7 +141,7 @@ def run_modify(options: argparse.Namespace) -> int:
     edits = _edits(options)
     if "://" in options.path:
         raise ConfigError(f"{options.path}: only checkpoints on a local disk are modified")
-    with open_checkpoint(options.path) as directory:
+    with open_committed(options.path) as directory:
         changes, backup = modify_checkpoint(
             directory,
             edits,
@@ -148,13 +149,18 @@ def run_modify(options: argparse.Namespace) -> int:
             param_group=options.param_group,
             backup=not options.no_backup,
             dry_run=options.dry_run,
+            force=options.force,
         )
     if options.json:
         facts = [vars(change) for change in changes]
         print_json({"changes": facts, "backup": backup, "dry_run": options.dry_run})
         return 0
+    if options.quiet:
+        return 0
     for change in changes:
         print(f"{change.file}: {change.key}: {change.before} -> {change.after}")
+    if options.verbose:
+        print(f"{directory}: {len(changes)} values in {len({c.file for c in changes})} files")
     if options.dry_run:
         print("nothing was changed (--dry-run)")
     elif backup is not None:

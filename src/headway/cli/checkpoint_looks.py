@@ -1,4 +1,7 @@
-"""Commands that look at checkpoints: ls, inspect, components, verify, diff. None changes a file."""
+"""Commands that look at checkpoints: ls, inspect, components, verify, diff. None changes a file.
+
+`list`, which looks at the values inside, is in checkpoint_values.py.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.cli.checkpoint import open_checkpoint, require_folder
+from headway.cli.checkpoint import open_checkpoint, open_committed, require_folder
 from headway.cli.messages import print_json, print_table, spell_bytes, spell_count
 from headway.errors import ConfigError
 
@@ -72,15 +75,22 @@ def run_ls(options: argparse.Namespace) -> int:
 
 def run_inspect(options: argparse.Namespace) -> int:
     """Say what a checkpoint is."""
-    from headway.checkpoint import is_pinned, read_manifest
+    from headway.checkpoint import is_pinned, read_manifest, verify
 
-    with open_checkpoint(options.path) as directory:
+    with open_committed(options.path) as directory:
         manifest = read_manifest(directory)
         facts = _facts(directory, manifest)
         facts["pinned"] = is_pinned(directory)
+        if options.validate:
+            facts["problems"] = verify(directory, num_threads=os.cpu_count() or 1)
+    code = 1 if facts.get("problems") else 0
+    if options.verbose:
+        facts["files"] = {
+            n: {"bytes": r.size, "digest": r.digest} for n, r in manifest.files.items()
+        }
     if options.json:
         print_json(facts)
-        return 0
+        return code
     made_by = f"headway {manifest.headway_version}, torch {manifest.torch_version}"
     rows = [
         ("checkpoint", facts["path"]),
@@ -98,8 +108,12 @@ def run_inspect(options: argparse.Namespace) -> int:
         rows.append(("metrics", ", ".join(f"{k} {v}" for k, v in manifest.metrics.items())))
     if facts["pinned"]:
         rows.append(("pinned", "yes"))
+    if options.validate:
+        rows.append(("files", "\n".join(facts["problems"]) or "all as they were written"))
     print_table(rows)
-    return 0
+    for name, record in manifest.files.items() if options.verbose else ():
+        print(f"{record.digest}  {spell_bytes(record.size):>10}  {name}")
+    return code
 
 
 def _facts(directory: Path, manifest: Manifest) -> dict[str, Any]:
@@ -167,14 +181,16 @@ def run_components(options: argparse.Namespace) -> int:
     """List the parts of a checkpoint."""
     from headway.checkpoint import read_manifest
 
-    with open_checkpoint(options.path) as directory:
+    with open_committed(options.path) as directory:
         parts = _components(read_manifest(directory))
     if options.json:
         print_json(parts)
         return 0
     for part in parts:
         files = part["files"]
-        shown = ", ".join(files[:4]) + (f" and {len(files) - 4} more" if len(files) > 4 else "")
+        most = len(files) if options.verbose else 4
+        more = f" and {len(files) - most} more" if len(files) > most else ""
+        shown = ", ".join(files[:most]) + more
         print(
             f"{part['key']:<12}  {part['sharing_pattern']:<10}  "
             f"{spell_bytes(part['bytes']):>10}  {shown}"
@@ -210,7 +226,7 @@ def _verify_all(given: str) -> dict[str, list[str]]:
     found = committed_in(storage)
     broken = damaged_manifests(storage.root)
     if not found and not broken:
-        with open_checkpoint(given) as directory:
+        with open_committed(given) as directory:
             return {given: verify(directory, num_threads=num_threads)}
     results = {str(path): [reason] for path, reason in broken.items()}
     for checkpoint in found:

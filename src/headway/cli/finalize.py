@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from headway.cli.messages import print_json, print_table, spell_bytes, spell_count
+from headway.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", help="float32, bfloat16, float16 or float64 (default: as stored)"
     )
     parser.add_argument("--keep-optimizer", action="store_true", help="take its state along")
+    parser.add_argument("--quantize", metavar="RECIPE", help="not available yet")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -25,6 +27,11 @@ def run(options: argparse.Namespace) -> int:
     from headway.checkpoint.export import export_folder, require_new, require_whole
     from headway.cli.checkpoint import open_checkpoint
 
+    if options.quantize is not None:
+        raise ConfigError(
+            f"--quantize {options.quantize}: not available yet (it comes with precision and "
+            "compilation); leave it out and quantize the folder with the tool that serves it"
+        )
     target = Path(options.target)
     require_new(target)
     with open_checkpoint(options.source) as source:

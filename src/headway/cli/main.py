@@ -165,6 +165,8 @@ def _overrides(parser: argparse.ArgumentParser, extra: list[str]) -> list[str]:
 def _unknown_word(parser: argparse.ArgumentParser, word: str) -> str:
     name = word.partition("=")[0]
     known = [option for action in parser._actions for option in action.option_strings]
+    if name in known:
+        return f"{word!r} stands in the wrong place; it goes right after '{parser.prog}'"
     hint = nearest(name, known) if name.startswith("-") else None
     did_you_mean = f"; did you mean {hint}?" if hint else ""
     form = " An override of a run file is written --args.max_steps=100." if "." in name else ""
