@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from headway.args import FSDP2TrainingArguments
 from headway.data.counting import count_targets
 from headway.data.windows import Window
-from headway.dist import init_distributed
+from headway.dist import init_distributed, seed_all
 from headway.errors import ConfigError
 from headway.models import load_causal_lm, save_pretrained
 from headway.models.initial import blank_causal_lm
@@ -39,6 +40,7 @@ class Case:
     make: Callable[[], nn.Module] = tiny_decoder
     accumulation: int = 1
     ready: bool = False
+    recompute: bool = False
     fused: bool = False
 
 
@@ -72,6 +74,8 @@ def _windows(rank: int, num_ranks: int, accumulation: int) -> list[tuple[Window,
 def _train(strategy: Any, case: Case, rank: int, num_ranks: int) -> list[tuple[float, float]]:
     torch.manual_seed(SEED)
     source = ModelSource(case.make()) if case.ready else ModelSource(make=case.make)
+    if case.recompute:
+        source.prepare = lambda module: module.gradient_checkpointing_enable()
     model = strategy.setup(source)
     objective = Objective(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=case.fused)
@@ -111,6 +115,7 @@ TWO_RANKS = {
     "kept after the forward": Case({"reshard_after_forward": False}),
     "as one": Case({"shard_transformer_layers": False}),
     "accumulated": Case(accumulation=2),
+    "recomputed": Case(recompute=True),
     "tied": Case(make=partial(tiny_decoder, tie_embeddings=True)),
     "offloaded": Case({"cpu_offload": True}),
     "llama": Case(make=tiny_llama),
@@ -159,6 +164,15 @@ def _folder_source(folder: Path) -> ModelSource:
     )
 
 
+def _draws_by_itself() -> nn.Module:
+    """Draws in ways that the meta device does not swallow, and then cannot go on there."""
+    scale = torch.rand((), device="cpu").item() + random.random()
+    model = _Drawn()
+    nn.init.constant_(model.layers[0].weight, scale)
+    assert model.layers[0].weight.sum().item() > 0
+    return model
+
+
 class _Drawn(nn.Module):
     """Not Headway's: has a plain and a derived buffer, and blocks of several sizes."""
 
@@ -182,6 +196,7 @@ INITIAL = {
     "tied": partial(tiny_decoder, tie_embeddings=True, vocab_size=261),
     "llama": partial(tiny_llama, tie_word_embeddings=True),
     "other": _Drawn,
+    "by itself": _draws_by_itself,
 }
 
 
@@ -189,7 +204,7 @@ def _initial_weights(folders: list[Path]) -> dict[str, Any]:
     rank = init_distributed(use_cpu=True).rank
     results: dict[str, Any] = {}
     for name, make in INITIAL.items():
-        torch.manual_seed(SEED)
+        seed_all(SEED)
         results[name] = _full(_strategy().setup(ModelSource(make=make)))
         results[f"{name}: generator"] = torch.rand(2)
     for folder in folders:
@@ -216,7 +231,7 @@ def test_initial_weights_are_those_of_one_process(tmp_path: Path) -> None:
     told = run_ranks(_initial_weights, 2, [ours, theirs], timeout_s=120)
     expected: dict[str, Any] = {}
     for name, make in INITIAL.items():
-        torch.manual_seed(SEED)
+        seed_all(SEED)
         expected[name] = _full(make())
         expected[f"{name}: generator"] = torch.rand(2)
     expected |= {folder.name: _full(load_causal_lm(folder)) for folder in (ours, theirs)}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from headway.checkpoint.model import clean_name
+from headway.checkpoint.rng import RNGState
 from headway.checkpoint.sharding import local_part, local_tensor
 from headway.dist.agreement import require_equal
 from headway.models.initial import can_stream, initial_tensors
@@ -36,11 +37,18 @@ def plan_streaming(source: ModelSource) -> StreamingPlan | None:
     """How to initialise without a whole model on any rank; None where that cannot be."""
     if source.ready:
         return None
+    generators = RNGState()
+    before = generators.state_dict()
     try:
         blank = source.build_meta()
     except Exception as error:
-        logger.info("model_init does not run on the meta device (%s)", error)
+        logger.info(
+            "model_init does not run on the meta device (%s: %s)", type(error).__name__, error
+        )
         return None
+    finally:
+        # It may draw numbers by other ways than a tensor's; the real construction draws them anew.
+        generators.load_state_dict(before)
     return StreamingPlan(source, blank) if can_stream(source, blank) else None
 
 
