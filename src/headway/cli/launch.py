@@ -33,7 +33,7 @@ from headway.dist.processes import ProcessIdentity, look_at
 from headway.errors import ConfigError
 
 _OPTIONS = ("--nproc", "--nnodes", "--rdzv-endpoint", "--max-restarts")
-_BEFORE = "checkpoints-before.json"
+_BEFORE, _COMMAND = "checkpoints-before.json", "command.json"
 _TURN_S = 0.1
 # How long the other ranks may live after one has ended badly: a stopped one, any one.
 _STOPPED_LIMIT_S, _OTHERS_LIMIT_S = 2.0, 12.0
@@ -144,6 +144,7 @@ def launch(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="headway-launch-") as folder:
         before = [_digest(path) for path in _manifests(Path(run_config.args.output_dir))]
         Path(folder, _BEFORE).write_text(json.dumps(before))
+        Path(folder, _COMMAND).write_text(json.dumps(options.argv))
         return supervise(ranks.command("headway", words), ranks.nproc, folder, options.quiet)
 
 
@@ -190,9 +191,22 @@ def choose_resume(given: bool | str | None, output_dir: str | Path) -> bool | st
     newest = find_latest_checkpoint(output_dir, kind="training")
     if newest is None:
         return given
-    note = Path(os.environ.get(FOLDER_VARIABLE, ""), _BEFORE)
-    before = json.loads(note.read_text()) if note.is_file() else []
+    before = _read_note(_BEFORE) or []
     return given if _digest(Path(newest, "checkpoint_manifest.json")) in before else True
+
+
+def users_command(argv: list[str]) -> list[str]:
+    """The command line that the user gave: the launcher's where there is one, else this one."""
+    return _read_note(_COMMAND) or argv
+
+
+def _read_note(name: str) -> list[str] | None:
+    """What the launcher left for its ranks."""
+    path = Path(os.environ.get(FOLDER_VARIABLE, ""), name)
+    if not os.environ.get(FOLDER_VARIABLE) or not path.is_file():
+        return None
+    found: list[str] = json.loads(path.read_text())
+    return found
 
 
 def strip_options(words: Sequence[str]) -> list[str]:
@@ -261,8 +275,10 @@ class _Supervisor:
         self._pass_on_stop()
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:
-        for process in read_running(self._folder).values():
-            _send(process, signal.SIGUSR1)
+        # To one: all ranks save when one asks, and two that ask a step apart would save twice.
+        running = read_running(self._folder)
+        if running:
+            _send(running[max(running, key=lambda key: (key[0], -key[1]))], signal.SIGUSR1)
 
     def _pass_on_stop(self) -> None:
         """To ranks that are up; those that are still starting get it when they are."""

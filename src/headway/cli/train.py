@@ -13,6 +13,7 @@ from headway.cli.launch import (
     choose_resume,
     launch,
     refuse_without_nproc,
+    users_command,
 )
 
 if TYPE_CHECKING:
@@ -175,7 +176,8 @@ def report(options: argparse.Namespace, trainer: Any, output: Any) -> None:
         return
     print(f"checkpoint: {checkpoint}")
     if output.interrupted_by is not None:
-        print(f"go on with: {shlex.join(_continuation(options.argv, output.interrupted_by))}")
+        command = _continuation(users_command(options.argv), output.interrupted_by)
+        print(f"go on with: {shlex.join(command)}")
     elif trainer.processing_class is not None:
         print(f"try it:     headway generate {shlex.quote(output_dir)} --prompt '...'")
         print(f"measure it: headway eval {shlex.quote(output_dir)} --data FILE")

@@ -26,17 +26,19 @@ from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 from headway.dist.exits import code_for_torchrun, note_exit
-from headway.dist.processes import ProcessIdentity, look_at
+from headway.dist.processes import ProcessIdentity, State, look_at
 
 BEAT_S = 1.0
 FROZEN_AFTER_S = 20.0
 """A rank that gave no sign for so long counts as frozen; HEADWAY_FROZEN_AFTER_S, 0 = never."""
 SILENT_AFTER_S = 4.0
-"""The same when a connection to some rank is known to be lost, so that one of them must be gone."""
+"""The same when a connection was lost, so that one of those who cannot be seen must be gone."""
 GRACE_S = 3.0
 """How long a process may take to come out of its collective by itself after another failed."""
 LAST_S = 8.0
 """How long it may live at all after that."""
+_NOT_STOPPED = 3
+"""So many times as patient with a process that gives no sign but is not stopped either."""
 _NUM_NEIGHBOURS = 8
 _ANSWER_S = 3.0
 
@@ -215,24 +217,24 @@ class Watch:
             return
         everyone = [number for number in range(self.world_size) if number != self.rank]
         watched = everyone if self._suspicious else self._neighbours
-        limit_s = SILENT_AFTER_S if self._suspicious else self._frozen_after_s
         signs = self._store.multi_get([f"beat/{number}" for number in watched])
         for number, sign in zip(watched, signs):
-            failure = self._judge(number, sign, now, limit_s)
+            failure = self._judge(number, sign, now)
             if failure is not None:
                 self._post(failure)
                 return
 
-    def _judge(self, number: int, sign: bytes, now: float, limit_s: float) -> Failure | None:
+    def _judge(self, number: int, sign: bytes, now: float) -> Failure | None:
         process = self._members[number]
         state = look_at(process)
         before, since = self._beats.get(number, (b"", now))
         if sign != before:
             before, since = sign, now
         self._beats[number] = (before, since)
-        where = f"process {process.pid} on {process.host}"
+        limit_s = self._patience_s(number, state)
         if state != "gone" and (not limit_s or now - since < limit_s):
             return None
+        where = f"process {process.pid} on {process.host}"
         if self._store.check([f"left/{number}"]):
             if self._suspicious:
                 return Failure(number, f"it ended before the others ({where})")
@@ -241,6 +243,24 @@ class Watch:
             return Failure(number, f"its process is gone: killed, or ended at once ({where})")
         how = "is stopped (SIGSTOP)" if state == "stopped" else "does not answer"
         return Failure(number, f"it {how}, no sign of life for {now - since:.0f} s ({where})")
+
+    def _patience_s(self, number: int, state: State | None) -> float:
+        """How long a rank may give no sign; 0 for as long as it likes."""
+        if state is None and self._suspicious:
+            return SILENT_AFTER_S
+        limit_s = self._frozen_after_s
+        # A library being loaded, or a page read from a slow disk, keeps every thread of a process
+        # from running. Those on its machine see that it is not stopped, and are asked first.
+        seen_by_others = state is None and self._has_companion(number)
+        return limit_s * _NOT_STOPPED if state == "running" or seen_by_others else limit_s
+
+    def _has_companion(self, number: int) -> bool:
+        place = self._members[number].place
+        return any(
+            other.place == place and place
+            for rank, other in enumerate(self._members)
+            if rank != number
+        )
 
     def _post(self, failure: Failure) -> None:
         """Write the record unless there is one, and take the one that is there."""
@@ -279,11 +299,15 @@ class Watch:
     # -- the thread that never waits ------------------------------------------------------------
 
     def _limit(self) -> None:
+        last_turn = awake_since = time.monotonic()
         while not self._over.wait(0.25):
             now = time.monotonic()
+            if now - last_turn > 3 * BEAT_S:
+                awake_since = now  # this process stood still: its silence is not the store's
+            last_turn = now
             failure = self.failure
             if failure is None:
-                silent_s = now - self._last_contact
+                silent_s = now - max(self._last_contact, awake_since)
                 if self._frozen_after_s and silent_s > self._frozen_after_s + BEAT_S:
                     self._blame_keeper(f"no answer for {silent_s:.0f} s")
                 continue
