@@ -25,6 +25,7 @@ from typing import Any
 from headway import __version__
 from headway.config.schema import Component, RunConfig
 from headway.config.secrets import names_secret
+from headway.errors import ConfigError
 
 _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "tokenizers", "datasets")
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
@@ -61,10 +62,13 @@ def take_snapshot(
 def write_snapshot(run_dir: str | Path, snapshot: dict[str, Any]) -> None:
     """Write a snapshot as `run/config.json` and `run/environment.json` under `run_dir`."""
     folder = Path(run_dir) / "run"
-    folder.mkdir(parents=True, exist_ok=True)
     environment = {key: value for key, value in snapshot.items() if key != "config"}
-    write_json(folder / "config.json", snapshot["config"])
-    write_json(folder / "environment.json", environment)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "config.json", snapshot["config"])
+        write_json(folder / "environment.json", environment)
+    except OSError as error:
+        raise ConfigError(f"output_dir: {run_dir} cannot be written: {error}") from error
 
 
 def redact(value: Any, key: str = "") -> Any:

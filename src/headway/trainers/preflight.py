@@ -1,12 +1,14 @@
-"""Checks on model and data together, before the first step.
+"""Checks on model, data and place together, before the first step.
 
-Owns mistakes that only show when both are there: ids outside the vocabulary, sequences longer than
-the model takes. Does not own the arguments' own rules (config).
+Owns mistakes that only show when these are there: ids outside the vocabulary, sequences longer than
+the model takes, a folder that cannot be written. Does not own the arguments' own rules (config).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,18 @@ from headway.errors import ConfigError
 
 # An in-memory list is looked at whole up to here; larger data declares what it needs.
 _MOST_SAMPLES_SCANNED = 10_000
+
+
+def check_output_dir(output_dir: str | Path) -> None:
+    """Refuse an output_dir that cannot be made or written; nothing is made yet."""
+    if "://" in str(output_dir):
+        return
+    folder = Path(output_dir).absolute()
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise ConfigError(f"output_dir: {folder} cannot be a directory, {there} is none")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir: {folder} cannot be written, {there} does not allow it")
 
 
 def vocabulary_size(model: nn.Module) -> int | None:

@@ -28,6 +28,7 @@ from headway.models.hf import generation_config_of, hf_config_of
 from headway.optim.build import follow_scheduler
 from headway.optim.schedule_state import ScheduleState
 from headway.trainers.fingerprints import take_fingerprints
+from headway.trainers.preflight import check_output_dir
 from headway.trainers.resume import (
     Found,
     check_progress,
@@ -78,6 +79,7 @@ class Saver:
 
     def find(self, resume: bool | str) -> Found | None:
         """The checkpoint to resume from, if any."""
+        check_output_dir(self._trainer.args.output_dir)
         found = find_checkpoint(self.manager, self._trainer.args, resume)
         self._replaces = resume is False
         if found is not None:

@@ -1,5 +1,6 @@
 """Saving and loading a trainer on request, from callbacks and from outside."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -210,3 +211,27 @@ def test_a_save_onto_a_pinned_checkpoint_moves_it_aside(path_given, tmp_path):
     [aside] = (tmp_path / "out").glob("checkpoint-2.old-*")
     assert read_manifest(aside).step == 2 and is_pinned(aside) and not verify(aside)
     assert read_manifest(pinned).step == 3 and not is_pinned(pinned) and not verify(pinned)
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "closed/below"])
+def test_a_place_that_cannot_be_written_is_refused_by_its_option(place, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "closed").mkdir()
+    may = os.access
+    closed = tmp_path / "closed"  # root may write everywhere, so the answer is given here
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed and may(path, mode))
+    trainer = tiny_trainer(tmp_path, max_steps=1, output_dir=str(tmp_path / place))
+    trainer.model_init = lambda: pytest.fail("the model was built first")
+    with pytest.raises(ConfigError, match=rf"^output_dir: {tmp_path / place}"):
+        trainer.train()
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["closed", "file"]
+
+
+def test_an_output_dir_that_turns_out_closed_is_refused_by_its_option(tmp_path, monkeypatch):
+    def refuse(path, *args, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    trainer = tiny_trainer(tmp_path, max_steps=1)
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"output_dir: .*denied"):
+        patch.setattr(os, "mkdir", refuse)
+        trainer.train()
