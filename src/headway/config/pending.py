@@ -56,6 +56,8 @@ def find_pending(args: Any, *, skip: Collection[str] = ()) -> list[Problem]:
     for option, capability in PENDING.items():
         if not hasattr(args, option) or option in skip:
             continue
+        if option == "mixed_precision" and args.strategy_name == "accelerate":
+            continue  # precision is the Accelerator's
         value = getattr(args, option)
         if value == default_of(args, option) or value in _HARMLESS.get(option, ()):
             continue

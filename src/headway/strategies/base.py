@@ -39,6 +39,8 @@ class Strategy(ABC):
     device: torch.device
     before_apply: Callable[[], None] | None = None
     """Called by `apply` before the optimizer changes anything: a save may still be copying."""
+    adopt: Callable[[torch.optim.Optimizer], None] | None = None
+    """Called with the optimizer before the first window, where a strategy has to know it."""
     before_save: Callable[[], None] | None = None
     """Called on all ranks before a save copies anything, where ranks may have grown apart."""
 

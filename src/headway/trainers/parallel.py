@@ -17,7 +17,7 @@ from headway.args import (
     PipelineTrainingArguments,
     TrainingArguments,
 )
-from headway.dist.group import DistributedContext, current_context
+from headway.dist.group import DistributedContext, current_context, init_distributed
 from headway.errors import ConfigError
 from headway.strategies.base import Strategy
 from headway.trainers.trainer import Trainer
@@ -137,6 +137,7 @@ class AccelTrainer(_RankedTrainer):
         if args is None or isinstance(args, Mapping):
             args = self.arguments_class.from_dict(dict(args or {}))
         reconcile(check_accelerator(accelerator), args)
+        init_distributed(use_cpu=accelerator.device.type == "cpu")  # its ranks are watched as well
         options["args"], self._accelerator = args, accelerator
         super().__init__(**options)
 

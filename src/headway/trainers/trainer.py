@@ -303,6 +303,9 @@ class Trainer(Checkpointing, Evaluation):
             cls_and_kwargs=self._optimizer_cls_and_kwargs,
             groups=self._optimizer_groups,
         )
+        assert self.strategy is not None
+        if self.strategy.adopt is not None:
+            self.strategy.adopt(self.optimizer)
         if self._lr_scheduler_factory is not None:
             self.lr_scheduler = self._lr_scheduler_factory(self.optimizer)
             check_scheduler(self.lr_scheduler)
