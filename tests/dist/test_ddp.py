@@ -438,3 +438,66 @@ def test_ranks_step_apart_average_and_resume() -> None:
         assert result["evaluated"]
         assert result["another size"] == (True, False)
         assert result["counted"] == 4
+
+
+# ---- local steps in a whole run, with checkpoints
+
+
+def train_locally(folder: str, *, max_steps: int, resume: bool | str) -> dict[str, Any]:
+    from headway import DDPTrainer
+    from headway.dist import init_distributed
+
+    init_distributed(use_cpu=True)
+    args = DDPTrainingArguments(
+        output_dir=folder,
+        max_steps=max_steps,
+        save_steps=3,
+        save_total_limit=5,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        seed=4,
+        use_cpu=True,
+        # Averages after steps 4, 7 and 10: the saves fall in between.
+        post_local_sgd=PostLocalSGDArguments(enabled=True, start_step=1, period=3),
+    )
+    trainer = DDPTrainer(
+        args=args, model_init=tiny_decoder, train_dataset=Tokens(), default_callbacks=False
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    losses = {
+        r["step"]: (r["loss"], r["grad_norm"]) for r in trainer.state.log_history if "loss" in r
+    }
+    weights = torch.cat([p.detach().reshape(-1) for p in trainer.strategy.unwrap().parameters()])
+    return {"losses": losses, "weights": weights, "equal": is_equal_on_ranks(weights)}
+
+
+def resume_locally(folder: str) -> dict[str, Any]:
+    whole = train_locally(f"{folder}/whole", max_steps=9, resume=False)
+    train_locally(f"{folder}/parts", max_steps=6, resume=False)
+    rest = train_locally(f"{folder}/parts", max_steps=9, resume=True)
+    early = train_locally(f"{folder}/parts", max_steps=9, resume=f"{folder}/whole/checkpoint-3")
+    return {"whole": whole, "rest": rest, "early": early}
+
+
+def test_a_run_with_local_steps_saves_anywhere_and_resumes_bitwise(tmp_path: Any) -> None:
+    from headway import Trainer, TrainingArguments
+
+    for result in run_ranks(resume_locally, 2, str(tmp_path), timeout_s=240):
+        whole = result["whole"]
+        assert whole["equal"]  # the last save made them so
+        for name, first in (("rest", 7), ("early", 4)):
+            part = result[name]
+            assert torch.equal(part["weights"], whole["weights"]), name
+            assert {s: v for s, v in whole["losses"].items() if s >= first} == {
+                s: v for s, v in part["losses"].items() if s >= first
+            }, name
+    # One process goes on from it as from any other checkpoint.
+    args = TrainingArguments(
+        output_dir=str(tmp_path / "whole"), max_steps=10, use_cpu=True, save_strategy="no"
+    )
+    trainer = Trainer(
+        args=args, model_init=tiny_decoder, train_dataset=Tokens(), default_callbacks=False
+    )
+    assert trainer.train(resume_from_checkpoint=True).global_step == 10
