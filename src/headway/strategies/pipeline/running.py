@@ -47,7 +47,7 @@ class Task:
             call.as_model(hidden), self.pieces[number], self.num_targets, self.own_targets[number]
         )
         share = spread_nonfinite(share) if self.counts else share * 0
-        return torch.stack([share])
+        return torch.stack([share.to(call.like_loss().dtype)])
 
 
 class _Running(nn.Module):
@@ -66,6 +66,17 @@ class _Running(nn.Module):
         if self._call.is_last:
             return task.loss(self._call, x, number)
         return self._call.run(x, task.pieces[number])
+
+
+class _Stage(PipelineStage):
+    """torch's stage, without greeting itself where its neighbour is on the same rank.
+
+    Up to torch 2.11 a rank would send to itself then, which gloo cannot.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
 
 
 class ScheduleRunner:
@@ -91,7 +102,7 @@ class ScheduleRunner:
     def step(self, input_ids: Tensor, task: Task) -> Tensor | None:
         """One forward and backward of a batch; the sum of its losses, where the last stage is."""
         made = self._schedule_for(task.pieces[0]["input_ids"].shape)
-        args = (input_ids,) if 0 in self._calls else ()
+        args = (input_ids.contiguous(),) if 0 in self._calls else ()
         losses: list[Tensor] = []
         last: dict[str, Any] = {}
         if self._layout.num_stages - 1 in self._calls:
@@ -122,10 +133,8 @@ class ScheduleRunner:
 
     def _stage(self, number: int, shape: torch.Size) -> PipelineStage:
         call = self._calls[number]
-        made = torch.empty(1, device="meta", requires_grad=True)
-        if not call.is_last:
-            made = call.like_output(shape)
-        return PipelineStage(
+        made = call.like_loss() if call.is_last else call.like_output(shape)
+        return _Stage(
             self._modules[number],
             number,
             self._layout.num_stages,

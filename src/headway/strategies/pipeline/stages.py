@@ -41,7 +41,7 @@ class StageCall:
             if name not in _NOT_FOR_STAGES and (self._takes_all or name in self._accepts)
         }
         out: Tensor = self.stage(x, **inputs)
-        return out.to(self.dtype)
+        return out.to(self.dtype).contiguous()  # as the next rank expects it
 
     def as_model(self, hidden: Tensor) -> Callable[..., Any]:
         """The last stage, on what the stages before it gave, as if it were the whole model."""
@@ -74,6 +74,11 @@ class StageCall:
         if self.is_first:
             return torch.empty(shape, dtype=torch.int64, device="meta")
         return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+
+    def like_loss(self) -> Tensor:
+        """A tensor without memory like the loss that the last stage gives."""
+        dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return torch.empty(1, dtype=dtype, device="meta", requires_grad=True)
 
     def like_output(self, ids_shape: torch.Size) -> Tensor:
         """A tensor without memory like what leaves the stage, which is not the last."""
