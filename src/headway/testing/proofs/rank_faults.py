@@ -170,6 +170,16 @@ def tail(place: Path) -> str:
     return f"(load {os.getloadavg()[0]:.0f}) " + " || ".join(said)
 
 
+def is_late(took_s: float, limit_s: float, outcome: Outcome) -> bool:
+    """Whether ranks ended too late; on an overloaded machine that is counted, and no failure."""
+    if took_s <= limit_s:
+        return False
+    if os.getloadavg()[0] < _OVERLOAD * (os.cpu_count() or 1):
+        return True
+    outcome.counts["later than promised, on an overloaded machine"] += 1
+    return False
+
+
 class Fault:
     """One trial under way, and what was seen of it."""
 
@@ -226,10 +236,8 @@ class Fault:
         if self._trial.frozen_after_s != REAL_FROZEN_AFTER_S:
             most += f", frozen after {SHORT_FROZEN_AFTER_S:g} s"
         counts[most] = max(counts[most], int(1000 * took_s))
-        if took_s > self._trial.limit_s:
-            if os.getloadavg()[0] < _OVERLOAD * (os.cpu_count() or 1):
-                return f"the last rank ended {took_s:.1f} s after the fault"
-            counts["later than promised, on an overloaded machine"] += 1
+        if is_late(took_s, self._trial.limit_s, self._outcome):
+            return f"the last rank ended {took_s:.1f} s after the fault"
         wanted = -signal.SIGKILL if plan.action == "kill" else None
         for rank, code in enumerate(job.codes):
             fine = code == wanted if rank == plan.rank and wanted else (code or 0) > 0

@@ -20,9 +20,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from headway import TrainerCallback
 from headway.checkpoint import CheckpointManager
 from headway.dist import cleanup_distributed, init_distributed
+from headway.engine.events import TrainerCallback
 from headway.models.decoder import DecoderLayer
 from headway.testing.faults import Fault, FaultyStorage
 from headway.testing.proofs.remains import Shared
