@@ -322,6 +322,9 @@ class _Supervisor:
         if answer == 1:
             # Again and last: torchrun's own report stands between this and the first time.
             told = [end.reason for end in sorted(ends, key=lambda end: not end.victim)]
+            if code < 0:
+                how = signal.Signals(-code).name
+                told.insert(0, f"torchrun was ended by {how}, and with it its ranks")
             say_error([reason for reason in told if reason][:1] or ["a rank failed"])
         return answer
 

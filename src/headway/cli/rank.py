@@ -10,6 +10,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from types import FrameType
@@ -19,7 +21,12 @@ from headway.cli.main import OUT_OF_PLACE, explain
 from headway.cli.messages import say_error
 from headway.dist.env import detect_env
 from headway.dist.exits import code_for_torchrun, is_launched, note_exit, note_start
+from headway.dist.watch import end_process, say
 from headway.errors import ConfigError
+
+# How soon a rank misses the process that started it, and how long it then leaves it to the watch
+# over the store, which says more of what became of the launcher.
+_LOOK_S, _LEFT_TO_WATCH_S = 1.0, 5.0
 
 Job = TypeVar("Job")
 
@@ -37,6 +44,7 @@ def run_as_rank(load: Callable[[], tuple[Job, dict[str, Any]]], work: Callable[[
         signal.signal(signal.SIGTERM, _stop_early)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     note_start()
+    _watch_launcher(env.rank)
     _lower_voice(env.rank)
     reason, victim = "", False
     try:
@@ -46,10 +54,29 @@ def run_as_rank(load: Callable[[], tuple[Job, dict[str, Any]]], work: Callable[[
     return _end(code, reason, victim)
 
 
+def _watch_launcher(rank: int) -> None:
+    """End with torchrun: a rank that outlives it would train on with nobody to stop it.
+
+    Most ranks notice by the store, which goes with torchrun; a rank that is alone, or whose store
+    is kept on another machine, does not.
+    """
+    if not os.environ.get("TORCHELASTIC_RUN_ID"):
+        return
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(_LOOK_S)
+        time.sleep(_LEFT_TO_WATCH_S)
+        reason = f"rank {rank}: torchrun, which started it (process {launcher}), is gone"
+        say(reason)
+        end_process(1, reason)
+
+    threading.Thread(target=watch, name="headway-launcher", daemon=True).start()
+
+
 def threads_take_signals() -> bool:
     """Whether handlers can be set here: on the main thread only."""
-    import threading
-
     return threading.current_thread() is threading.main_thread()
 
 
