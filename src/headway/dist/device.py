@@ -42,7 +42,11 @@ def get_device(local_rank: int = 0, *, device_type: str | None = None) -> torch.
         # A launcher that binds one card to each task shows every rank its own as card 0.
         return torch.device("cuda", 0)
     if local_rank >= num_cards:
-        raise ConfigError(_refuse("cuda", f"local rank {local_rank} has no card of its own"))
+        reason = (
+            f"local rank {local_rank} has no card of its own: fewer GPUs than ranks; start at most "
+            f"{num_cards} on this machine (--nproc), or set args.use_cpu"
+        )
+        raise ConfigError(_refuse("cuda", reason))
     return torch.device("cuda", local_rank)
 
 
