@@ -13,6 +13,7 @@ from headway.checkpoint.tensors import read_shards
 NAMES = ("single", "ddp2", "fsdp2", "fsdp4", "pp2", "pp4")
 SAVED_AT, GO_ON_TO = 7, 27
 SAVES = {"save_strategy": "steps", "save_steps": SAVED_AT}
+STOPS = {**SAVES, "stop_at": f"{SAVED_AT} steps"}
 
 
 def checkpoint_of(folder: Path) -> Path:
@@ -24,7 +25,7 @@ def saved(tmp_path_factory):
     """By strategy: a folder with the checkpoint that it wrote."""
     root = tmp_path_factory.mktemp("saved")
     for names in (["single"], ["ddp2", "fsdp2", "pp2"], ["fsdp4", "pp4"]):
-        launch([Job(name, SAVED_AT, str(root / name), SAVES, evaluate=False) for name in names])
+        launch([Job(name, GO_ON_TO, str(root / name), STOPS, evaluate=False) for name in names])
     return {name: root / name for name in NAMES}
 
 
@@ -76,10 +77,9 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(names, tmp_path):
     for name in names:
         whole, parts = str(tmp_path / f"{name}-whole"), tmp_path / f"{name}-parts"
         dropout = {"dropout": 0.1}
-        until = {**SAVES, "stop_at": f"{SAVED_AT} steps"}
         jobs += [
             Job(name, 12, whole, model=dropout),
-            Job(name, 12, str(parts), until, model=dropout, evaluate=False),
+            Job(name, 12, str(parts), STOPS, model=dropout, evaluate=False),
             Job(name, 12, str(parts), SAVES, model=dropout, resume=str(checkpoint_of(parts))),
         ]
     found = launch(jobs, timeout_s=500)
