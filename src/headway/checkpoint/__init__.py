@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from headway.checkpoint.metrics import load_checkpoint_metrics, save_checkpoint_metrics
     from headway.checkpoint.pins import is_pinned, pin, unpin
     from headway.checkpoint.protocols import CheckpointInterface, StatefulProvider
+    from headway.checkpoint.provided import ProviderCheckpoints
     from headway.checkpoint.retention import Entry, choose_deletions
     from headway.checkpoint.rng import RNGState
     from headway.checkpoint.rotation import maybe_delete_oldest_checkpoint, validate_output_dir
@@ -81,6 +82,7 @@ _MODULES = {
     "LoadedCheckpoint": "manager",
     "MODEL_EXCLUDED_MARKER": "meta",
     "Manifest": "manifest",
+    "ProviderCheckpoints": "provided",
     "RNGState": "rng",
     "SAFE_WEIGHTS_INDEX_NAME": "meta",
     "SAFE_WEIGHTS_NAME": "meta",
@@ -144,6 +146,7 @@ __all__ = [
     "LoadReport",
     "LoadedCheckpoint",
     "Manifest",
+    "ProviderCheckpoints",
     "RNGState",
     "ShardIndex",
     "SharingMetadata",

@@ -347,6 +347,12 @@ class CheckpointManager:
         ranked = rank_by_metric(self._entries(), greater_is_better=self._greater_is_better)
         return self.output_dir / ranked[0].id if ranked else None
 
+    def ranking(self) -> Sequence[tuple[Path, float]]:
+        """The training checkpoints that `preserve_n_best` keeps, best first, with their metrics."""
+        ranked = rank_by_metric(self._entries(), greater_is_better=self._greater_is_better)
+        kept = ranked[: self._retention["num_best"]]
+        return [(self.output_dir / e.id, e.metric) for e in kept if e.metric is not None]
+
     def resolve(self, resume: bool | str | Path) -> Path | None:
         """The checkpoint to resume from.
 
