@@ -13,6 +13,7 @@ from headway.data.windows import Window
 from headway.dist import init_distributed
 from headway.strategies.objective import Objective
 from headway.strategies.pipeline import PipelineStrategy
+from headway.strategies.pipeline.schedules import find_schedule
 from headway.strategies.single import SingleDevice
 from headway.strategies.source import ModelSource
 from headway.testing import tiny_decoder, tiny_llama
@@ -101,6 +102,9 @@ def train(strategy: Any, case: Case) -> Trained:
     """A few steps of AdamW on this rank's share, then an evaluation and some tokens."""
     torch.manual_seed(0)
     model = strategy.setup(source_of(case))
+    for stage in getattr(model, "stages", ()):
+        assert stage.is_gradient_checkpointing == case.recompute
+        assert stage.plain_loss == find_schedule(None, case.schedule).facts.is_zero_bubble
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     objective = Objective(model, loss_of_logits if case.own_loss else None)
     shard = strategy.data_shard()
