@@ -383,7 +383,7 @@ class TrainingLoop:
         p = self.parts
         if not p.args.save_on_error or self.aborted:
             return
-        if p.strategy.data_shard().world_size > 1 and not isinstance(error, NonFiniteError):
+        if p.args.world_size > 1 and not isinstance(error, NonFiniteError):
             # A save takes all ranks, and the others are not where this one is.
             logger.error("save_on_error: only one of several ranks failed, so nothing is saved")
             return
