@@ -55,10 +55,7 @@ def plan_streaming(source: ModelSource) -> StreamingPlan | None:
 @torch.no_grad()
 def fill_shards(model: nn.Module, plan: StreamingPlan, device: torch.device) -> None:
     """Give a sharded model on the meta device memory on `device` and its initial values."""
-    ties = _names_by_tensor(model)
     model.to_empty(device=device)
-    for names in ties:
-        _tie(model, names)
     targets: dict[str, Tensor] = {
         clean_name(name): tensor
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -66,23 +63,6 @@ def fill_shards(model: nn.Module, plan: StreamingPlan, device: torch.device) -> 
     parts = {name: local_part(tensor) for name, tensor in targets.items()}
     for name, value in initial_tensors(plan.source, plan.blank, list(targets), parts):
         local_tensor(targets[name]).copy_(value)
-
-
-def _names_by_tensor(model: nn.Module) -> list[list[str]]:
-    """The names of every parameter that has more than one."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
-
-
-def _tie(model: nn.Module, names: list[str]) -> None:
-    """Make all names the first one's Parameter again: memory was given to each on its own."""
-    first, *others = names
-    parameter = model.get_parameter(first)
-    for name in others:
-        prefix, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(prefix), leaf, parameter)
 
 
 @torch.no_grad()
