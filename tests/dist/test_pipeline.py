@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -335,8 +336,21 @@ def refusals():
         ),
         "schedule": message_of(make_pipeline, Case("1F1B", arguments={"n_microbatches": 1})),
     }
-    strategy = make_pipeline(Case())
+    told: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("headway.strategies.pipeline")
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    flags = ("debug_pipeline", "debug_split_model", "debug_model_params", "debug_model_init")
+    strategy = make_pipeline(Case(arguments=dict.fromkeys(flags, True)))
     strategy.setup(source_of(Case()))
+    said["debug"] = {
+        "layout": any("schedule GPipe" in line and "place" in line for line in told),
+        "split": any("stage 1 on rank 1" in line for line in told) == (rank == 0),
+        "parameters": any("parameter model.layers" in line and "cpu" in line for line in told),
+        "values": any("initial value of model.layers" in line for line in told),
+    }
     pair = (torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64))
     said["pair"] = message_of(strategy.eval_forward, pair, None)
     prompt = torch.zeros(1, 120, dtype=torch.int64)
@@ -351,6 +365,7 @@ def refusals():
 def test_what_cannot_work_is_refused_on_every_rank():
     first, second = run_ranks(refusals, 2, timeout_s=60)
     assert first == second
+    assert all(first.pop("debug").values())
     for name, words in {
         "depth": ("pipeline_size", "2 stages", "1 layers"),
         "ready": ("model:", "model_init"),

@@ -6,7 +6,7 @@ Owns: making them, in the same order on every rank. Does not own: which ranks be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import distributed as dist
@@ -30,26 +30,32 @@ class Groups:
 
 def make_groups(layout: Layout, rank: int, host: dist.ProcessGroup, *, on_host: bool) -> Groups:
     """The groups of this rank; all ranks must call it."""
+
+    def join(members: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
+        group = join_group(members, rank, backend)
+        assert group is not None, "every rank is in one of them"
+        return group
+
     pipelines = [layout.pipeline_ranks(replica) for replica in range(layout.num_replicas)]
     pipeline, pipeline_host = dist.group.WORLD, host
     assert pipeline is not None, "the trainer has checked that there is a group"
     if layout.num_replicas > 1:
-        pipeline = join_group(pipelines, rank)
-        pipeline_host = pipeline if on_host else join_group(pipelines, rank, "gloo")
+        pipeline = join(pipelines)
+        pipeline_host = pipeline if on_host else join(pipelines, "gloo")
     stages = [layout.replica_ranks(place) for place in range(layout.num_ranks)]
-    data = join_group(stages, rank, "gloo")
-    replicas = data if on_host or layout.num_replicas == 1 else join_group(stages, rank)
+    data = join(stages, "gloo")
+    replicas = data if on_host or layout.num_replicas == 1 else join(stages)
     return Groups(pipeline, pipeline_host, replicas, data)
 
 
 def join_group(
-    members: Iterable[Sequence[int]], rank: int, backend: str | None = None
-) -> dist.ProcessGroup:
-    """Make a group of each list of ranks; returns the one that `rank` is in."""
-    own = None
+    members: Sequence[Sequence[int]], rank: int, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """Make a group of each list of ranks, on all ranks; returns the one that `rank` is in."""
+    own: dist.ProcessGroup | None = None
     for ranks in members:
         made = dist.new_group(list(ranks), backend=backend)
         if rank in ranks:
+            assert isinstance(made, dist.ProcessGroup)
             own = made
-    assert isinstance(own, dist.ProcessGroup), "every rank is in one of them"
     return own

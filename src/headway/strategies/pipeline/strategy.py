@@ -134,10 +134,8 @@ class PipelineStrategy(RankedStrategy):
                 continue
             rows = [layout.pipeline_ranks(replica) for replica in range(layout.num_replicas)]
             members = [[row[place] for place in tie.members] for row in rows]
-            rest = [[rank] for rank in range(self.context.world_size)]
-            rest = [one for one in rest if not any(one[0] in group for group in members)]
-            group = join_group([*members, *rest], self.context.rank)
-            if self._place in tie.members:
+            group = join_group(members, self.context.rank)
+            if group is not None:
                 parameter = self.unwrap().get_parameter(tie.canonical)
                 copies.append((parameter, group, self._place == tie.members[0]))
         return copies
@@ -221,11 +219,12 @@ class PipelineStrategy(RankedStrategy):
         batch = check_batch(batch)
         rows = max(self._args.per_device_train_batch_size, batch["input_ids"].shape[0])
         batch = pad_rows(batch, -(-rows // num_pieces) * num_pieces)
-        own: list[int | Tensor] = []
-        if self._has_last:
-            own = [count_targets(piece) for piece in cut_batch(batch, num_pieces)]
-        batch = self._move(batch)
-        task = Task(cut_batch(batch, num_pieces), objective, num_targets, own, counts)
+        pieces = cut_batch(batch, num_pieces)
+        own = [count_targets(piece) for piece in pieces] if self._has_last else []
+        if self._moves:  # counted before, where it costs no look at the device
+            batch = self._move(batch)
+            pieces = cut_batch(batch, num_pieces)
+        task = Task(pieces, objective, num_targets, own, counts)
         return self._runner.step(batch["input_ids"], task)
 
     def clip(self, max_norm: float | None) -> Tensor:
