@@ -53,11 +53,6 @@ def count_costs(model: nn.Module) -> Costs:
     return Costs(0.0, layers, float(causal_lm.lm_head.weight.numel()))
 
 
-def count_matmul_parameters(model: nn.Module) -> int:
-    """Parameters that take part in matrix products: those of all linear layers."""
-    return _count_matrices(model)
-
-
 def _count_matrices(module: nn.Module) -> int:
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
 from torch import nn
 
+from headway.models.operations import count_matmul_parameters
 from headway.trainers.plan import sample_length
 
 logger = logging.getLogger(__name__)
@@ -32,18 +32,5 @@ def flops_per_token(model: nn.Module, dataset: Any) -> float:
     length = sample_length(dataset)
     if length is not None and callable(count):
         return float(count(length))
-    # Six per parameter that takes part in a matrix product; embeddings look up, they do not.
-    embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    parameters = sum(p.numel() for p in model.parameters() if id(p) not in embedded)
-    head = _output_weight(model)
-    tied = head is not None and id(head) in embedded
-    return 6.0 * (parameters + (head.numel() if head is not None and tied else 0))
-
-
-def _output_weight(model: nn.Module) -> torch.Tensor | None:
-    try:
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-    except NotImplementedError:  # transformers models without one
-        return None
-    weight = getattr(head, "weight", None)
-    return weight if isinstance(weight, torch.Tensor) else None
+    told = getattr(model, "matmul_parameters", None)  # a part of a model tells for the whole
+    return 6.0 * (told() if callable(told) else count_matmul_parameters(model))

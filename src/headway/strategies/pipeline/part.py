@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Self
 from torch import nn
 
 from headway.models.hf import hf_config_of
-from headway.models.split import count_matmul_parameters
+from headway.models.operations import count_matmul_parameters
 from headway.strategies.pipeline.placement import Tie
 
 
