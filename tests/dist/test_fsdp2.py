@@ -402,6 +402,10 @@ def test_all_ranks_sample_the_same_text(make: Callable[[], nn.Module]) -> None:
     assert first["best"] == best.tolist()
 
 
+def _broken_loss(outputs: Any, labels: Any, num_items_in_batch: int) -> torch.Tensor:
+    return outputs.logits.float().mean() + float("nan")
+
+
 def _withhold() -> dict[str, Any]:
     rank = init_distributed(use_cpu=True).rank
     strategy = _strategy()
@@ -410,16 +414,13 @@ def _withhold() -> dict[str, Any]:
     objective = Objective(model)
     before = _full(model)
     window, num_targets = _windows(rank, 2, 1)[0]
-    with torch.no_grad():  # one rank's share is not finite; all must leave the weights alone
-        if rank == 1:
-            handle = model.model.norm.register_forward_hook(lambda m, a, out: out * float("nan"))
-    share = strategy.forward_backward(window, objective, num_targets, _ignore)
+    # One rank's share is not finite, though all gradients are; every rank must see it.
+    broken = Objective(model, _broken_loss) if rank == 1 else objective
+    share = strategy.forward_backward(window, broken, num_targets, _ignore)
     norm = strategy.clip(1.0)
     strategy.apply(optimizer, share, norm)
     facts: dict[str, Any] = {"finite": bool(norm.isfinite())}
     facts["untouched"] = all(torch.equal(t, before[n]) for n, t in _full(model).items())
-    if rank == 1:
-        handle.remove()
     # A stand-in takes part in every collective and weighs nothing.
     [batch] = window.micro_batches
     filled = Window([batch, batch], window.num_target_tokens, 0, 0, num_fillers=1)
