@@ -39,10 +39,14 @@ def act(deed: str, gate: Path) -> None:
 
 
 def run_rank(folder: Path, deed: str, culprit: int, others: str) -> None:
-    context = init_distributed(use_cpu=True)
+    try:
+        context = init_distributed(use_cpu=True, rendezvous_s=60, timeout_s=60)
+        dist.all_reduce(torch.ones(1))
+    except BaseException:
+        (folder / f"ready-{os.environ['RANK']}").write_text("failed")
+        raise
     try:
         with guard_run():
-            dist.all_reduce(torch.ones(1))
             (folder / f"ready-{context.rank}").write_text("ready")
             if context.rank == culprit:
                 act(deed, folder / f"gate-{context.rank}")
