@@ -137,6 +137,7 @@ class CheckpointManager:
         kind: str = "training",
         permanent: bool = False,
         ephemeral: bool = False,
+        name: str | None = None,
         before_commit: Callable[[Path], None] | None = None,
     ) -> Path:
         """Write one checkpoint and return its directory once it is complete on the disk.
@@ -144,8 +145,9 @@ class CheckpointManager:
         `metric` is the value that ranks it among the best; `metrics` (all evaluation results) go
         to `eval_metrics.json`. `before_commit` gets the directory before the manifest is written
         and may add files. A `permanent` checkpoint is never retired, an `ephemeral` one goes as
-        soon as a newer one is there. If anything fails, the error
-        propagates, nothing half-written stays and earlier checkpoints are untouched.
+        soon as a newer one is there. `name` is the directory's, by default `checkpoint-<step>`. If
+        anything fails, the error propagates, nothing half-written stays and earlier checkpoints
+        are untouched.
         """
         pending = self.stage(
             contents,
@@ -155,6 +157,7 @@ class CheckpointManager:
             kind=kind,
             permanent=permanent,
             ephemeral=ephemeral,
+            name=name,
             before_commit=before_commit,
         )
         return self.write(pending)
@@ -177,6 +180,7 @@ class CheckpointManager:
         kind: str = "training",
         permanent: bool = False,
         ephemeral: bool = False,
+        name: str | None = None,
         before_commit: Callable[[Path], None] | None = None,
     ) -> PendingSave:
         """The first half of `save`: copy the state. The result goes to `write`, in any thread.
@@ -199,13 +203,14 @@ class CheckpointManager:
             metric=None if metric is None else float(metric),
             metadata=metadata,
             before_commit=before_commit,
+            name=name or f"{DIR_PREFIXES[kind]}-{step}",
         )
 
     def write(self, pending: PendingSave) -> Path:
         """The second half of `save`: write, commit, retire; returns the directory."""
         ranks = self._ranks
         nonce = ranks.share(new_nonce() if ranks.is_main else None)
-        final = self.output_dir / f"{DIR_PREFIXES[pending.kind]}-{pending.step}"
+        final = self.output_dir / pending.name
         temporary = final.with_name(f"{final.name}.tmp-{nonce}")
         try:
             with ranks.together("creating the directory"):

@@ -94,3 +94,5 @@ class PendingSave:
     metric: float | None
     metadata: dict[str, Any]
     before_commit: Callable[[Path], None] | None
+    name: str
+    """Of the directory to be."""

@@ -21,7 +21,6 @@ from headway.checkpoint import (
 )
 from headway.checkpoint.background import BackgroundSaver
 from headway.checkpoint.replaced import set_aside
-from headway.checkpoint.state_files import encode_state, save_state
 from headway.data.loader import WindowLoader
 from headway.engine.best import require_metric
 from headway.models.hf import generation_config_of, hf_config_of
@@ -190,10 +189,18 @@ class Saver:
             self.deliver()
             return own
         self.deliver()
-        encoded = encode_state(self._contents_to_save(), copy=False)
-        where = save_state(encoded, target, step, metadata={"permanent": True})
-        trainer.bus.fire("on_save", checkpoint_path=where, step=step)
-        return where
+        place = Path(target).absolute()
+        manager = self.manager
+        if place.parent != manager.output_dir:
+            manager = CheckpointManager(
+                place.parent,
+                save_total_limit=None,
+                topology={"strategy": trainer.args.strategy_name},
+                ranks=trainer._ranks(),
+            )
+        manager.save(self._contents_to_save(), step, name=place.name, permanent=True)
+        trainer.bus.fire("on_save", checkpoint_path=str(place), step=step)
+        return str(place)
 
     def components(self) -> list[StateComponent]:
         """What a checkpoint holds besides model and optimizer."""
