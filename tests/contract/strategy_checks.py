@@ -12,7 +12,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from headway import TrainerCallback
+from headway.checkpoint import verify
+from headway.checkpoint.tensors import read_shards
 from headway.dist import init_distributed
+from headway.models import load_causal_lm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 
@@ -97,7 +100,8 @@ class PutToken(TrainerCallback):
 
 
 def build(strategy: str, folder: str, callbacks: list[Any], **arguments: Any) -> Any:
-    job = Job(strategy, 6, folder, {"logging_steps": 2, **arguments})
+    max_steps = arguments.pop("max_steps", 6)
+    job = Job(strategy, max_steps, folder, {"logging_steps": 2, **arguments})
     trainer = make_trainer(job, callbacks[0])
     for callback in callbacks[1:]:
         trainer.add_callback(callback)
@@ -107,7 +111,7 @@ def build(strategy: str, folder: str, callbacks: list[Any], **arguments: Any) ->
 def check_all(strategy: str, folder: str) -> dict[str, Any]:
     """Every check on this rank, by name; what is found must be the same on all ranks."""
     init_distributed(use_cpu=True)
-    checks = (events, save_asked, stop_asked, signalled, nonfinite, predicted, evaluated)
+    checks = (events, save_asked, stop_asked, signalled, nonfinite, predicted, evaluated, written)
     return {check.__name__: check(strategy, f"{folder}/{check.__name__}") for check in checks}
 
 
@@ -169,3 +173,17 @@ def evaluated(strategy: str, folder: str) -> dict[str, Any]:
     trainer.model.eval()
     tokens = trainer.strategy.generate(prompt, max_new_tokens=5, do_sample=False)
     return {"loss": metrics["eval_loss"], "tokens": tokens.tolist()}
+
+
+def written(strategy: str, folder: str) -> dict[str, Any]:
+    """A checkpoint and a model folder asked for from outside the loop."""
+    trainer = build(strategy, folder, [Count()], max_steps=2)
+    trainer.train()
+    path = trainer.save_checkpoint(f"{folder}/mine")
+    trainer.save_model(f"{folder}/model")
+    model = load_causal_lm(f"{folder}/model")
+    return {
+        "complaints": verify(path),
+        "in_checkpoint": {name: float(t.sum()) for name, t in read_shards(path, "model").items()},
+        "in_folder": {name: float(t.sum()) for name, t in model.state_dict().items()},
+    }
