@@ -1,11 +1,12 @@
 """Proofs that checkpoints cannot be lost, with the numbers to show for it.
 
-Breaks saves at every operation, kills training, flips bits and fills disks, and judges what is
-left as the next start would. Results accumulate: each run adds to the file of its day, with
-command, seed, counts and commit, and its totals are made anew. A `note` added to a record of the
-.jsonl file keeps its run in the list and out of the totals.
+Breaks saves at every operation, kills training, flips bits and fills disks, makes ranks fail and
+kills their launcher, and judges what is left as the next start would. Results accumulate: each run
+adds to the file of its day, with command, seed, counts and commit, and its totals are made anew. A
+`note` added to a record of the .jsonl file keeps its run in the list and out of the totals.
 
-    python benchmarks/faults.py [--only crashes ranks kills flips damage errors training full_disk]
+    python benchmarks/faults.py [--only crashes ranks kills flips damage errors training full_disk
+                                        rank_faults rank_kills launcher]
                                 [--seed 1] [--scale 1.0] [--limit-s 3600]
 
 `--scale 0.01` is a quick look; 1 is the full size. Exit code 1 if anything failed.
@@ -36,7 +37,10 @@ from headway.testing.proofs.crashes import prove_crash_points
 from headway.testing.proofs.damage import prove_damage, prove_flips
 from headway.testing.proofs.errors import fill_disk, prove_io_errors, prove_training_errors
 from headway.testing.proofs.kills import prove_kills
+from headway.testing.proofs.launcher_faults import prove_launcher_faults
 from headway.testing.proofs.outcome import Outcome
+from headway.testing.proofs.rank_faults import prove_rank_faults
+from headway.testing.proofs.rank_kills import prove_rank_kills
 from headway.testing.proofs.ranks import prove_rank_crash_points
 
 HERE = Path(__file__).resolve().parent
@@ -50,6 +54,9 @@ FULL = {
     "errors": 600,
     "training": 100,
     "full_disk": 1,
+    "rank_faults": 200,
+    "rank_kills": 150,
+    "launcher": 18,
 }
 WANTED = """\
 | proof | wanted |
@@ -58,6 +65,9 @@ WANTED = """\
 | kills of training | 1,000, 40 % inside a save: none corrupt, none lost beyond one interval |
 | bit flips | 100,000, and coarser damage: all detected, the file named, the older one taken |
 | I/O errors | 500: the old one intact, the error raised, nothing half-written |
+| faults of one rank | 200: all end within 10 s (30 s if frozen), name it, go on as undisturbed |
+| kills of ranks | one or all, inside saves: none corrupt, none lost beyond one interval |
+| faults under the launcher | restarts end as undisturbed; nobody survives it by more than 10 s |
 """
 
 
@@ -85,6 +95,9 @@ def prove(name: str, size: int, seed: int, scale: float, limit_s: float) -> Outc
         "errors": lambda: prove_io_errors(size, seed),
         "training": lambda: prove_training_errors(size, seed),
         "full_disk": lambda: prove_full_disk(seed),
+        "rank_faults": lambda: prove_rank_faults(size, seed),
+        "rank_kills": lambda: prove_rank_kills(size, seed),
+        "launcher": lambda: prove_launcher_faults(size, seed),
     }
     return proofs[name]()
 

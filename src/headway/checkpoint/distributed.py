@@ -81,14 +81,17 @@ class DistributedRanks(Ranks):
             raise error from None  # what went wrong here came first
         if error is not None:
             raise error
-        failed = [
-            f"rank {rank} failed while {what}: {text}"
+        failed = {
+            rank: f"rank {rank} failed while {what}: {text}"
             for rank, text in enumerate(said)
             if text is not None and str(rank) not in lost
-        ]
-        failed += [f"rank {rank} was lost while {what}: {text}" for rank, text in lost.items()]
-        if failed:
-            raise CheckpointError("; ".join(failed))
+        }
+        told = list(failed.values())
+        told += [f"rank {rank} was lost while {what}: {text}" for rank, text in lost.items()]
+        if told:
+            failure = CheckpointError("; ".join(told))
+            failure.failed_rank = min(failed, default=None)
+            raise failure
 
     def _agree(self, value: Any, answer: _Answer) -> list[Any]:
         values, lost = self._talk(value, answer)

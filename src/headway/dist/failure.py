@@ -34,6 +34,10 @@ _PEER_LOST = (
 )
 
 
+_OWN_WORDS_S = 3.0
+"""How long to wait for a rank to say itself how it failed."""
+
+
 class PeerFailure(RuntimeError):
     """Another rank failed or was lost, and this one cannot go on without it.
 
@@ -51,8 +55,9 @@ class PeerFailure(RuntimeError):
 def guard_run() -> Iterator[None]:
     """Around everything that ranks do together: an error on one rank becomes known to all.
 
-    The loss of another rank comes out as `PeerFailure`, which names it; an error of this rank
-    comes out as it is, after the others were told. Without a process group nothing happens.
+    The loss of another rank comes out as `PeerFailure`, which names it, and so does an error with
+    the number of another rank in `failed_rank`; an error of this rank comes out as it is, after the
+    others were told. Without a process group nothing happens.
     """
     try:
         yield
@@ -62,11 +67,17 @@ def guard_run() -> Iterator[None]:
         watch = current_watch()
         if watch is None or (isinstance(error, SystemExit) and not error.code):
             raise
-        if is_peer_loss(error):
-            with _hold_sigterm():
+        failure = None
+        elsewhere = getattr(error, "failed_rank", None)
+        with _hold_sigterm():
+            if elsewhere not in (None, watch.rank):
+                # Its own words for it come first, if they come.
+                failure = watch.find_culprit(_OWN_WORDS_S)
+                failure = failure or watch.report(Failure(elsewhere, _first_line(error), "error"))
+            elif is_peer_loss(error):
                 failure = watch.find_culprit()
-            if failure is not None and failure.rank != watch.rank:
-                raise PeerFailure(failure, watch.world_size) from error
+        if failure is not None and failure.rank != watch.rank:
+            raise PeerFailure(failure, watch.world_size) from error
         tell_failure(error)
         raise
 
@@ -87,8 +98,11 @@ def tell_failure(error: BaseException) -> None:
     if watch is None or isinstance(error, PeerFailure):
         return
     kind = "mistake" if isinstance(error, ConfigError) else "error"
-    first_line = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-    watch.report(Failure(watch.rank, first_line, kind))  # type: ignore[arg-type]
+    watch.report(Failure(watch.rank, _first_line(error), kind))  # type: ignore[arg-type]
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
 
 
 def is_peer_loss(error: BaseException) -> bool:

@@ -78,7 +78,7 @@ def choose_trial(seed: int, number: int) -> Trial:
         counts = [chance.randint(1, most) for _ in range(num_ranks)]
         counts[chance.randrange(num_ranks)] = most + 1
         return Trial(Plan(name, chance.random() < 0.7, life, counts=tuple(counts)))
-    places = [*EVENTS, "dataset", "forward"] + ["moment"] * (3 * (fault != "raise"))
+    places = [*EVENTS, "dataset", "forward", *(["storage"] if fault == "raise" else ["moment"] * 3)]
     place = chance.choice(places)
     rank = chance.randrange(VARIANTS[name].num_ranks)
     if place == "dataset" and VARIANTS[name].arguments.get("dispatch_batches", True):
@@ -94,6 +94,7 @@ def choose_trial(seed: int, number: int) -> Trial:
         step=chance.randint(0, MAX_STEPS - 5),
         delay_s=chance.random() * 0.1,
         error=chance.randrange(len(ERRORS)),
+        operation=chance.randint(1, 10),
     )
     frozen_after_s = REAL_FROZEN_AFTER_S
     if fault == "stop" and number // len(_FAULTS) % _REAL_EVERY:
@@ -262,6 +263,8 @@ def describe_fault(plan: Plan) -> str:
         return f"{who} was lost: its process is gone"
     if plan.action == "stop":
         return rf"{who} was lost: it (is stopped \(SIGSTOP\)|does not answer)"
+    if plan.place == "storage":
+        return f"{who} failed: .*No space left on device"
     error = ERRORS[plan.error]
     line = f"{type(error).__name__}: {error}".strip()
     return rf"{who} (failed|was lost): (it could not read the data: )?{re.escape(line)}"

@@ -7,6 +7,7 @@ Owns: the small jobs, and where in them a fault may strike. Does not own: the pr
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import signal
 import sys
@@ -105,10 +106,11 @@ class Plan:
     counts: tuple[int, ...] = ()
     """Samples of each rank, where each has a stream of its own."""
     action: str = "none"
-    """`kill`, `stop` or `raise`; `kill_at_save` and `kill_all_at_save`: inside a save."""
+    """`kill`, `stop` or `raise`; `kill_at_save`, `kill_all_at_save`: at an operation of a save."""
     rank: int = 0
     place: str = "on_step_begin"
-    """An event; `dataset`, `forward`; `moment`: a random one, from another thread."""
+    """An event; `dataset`, `forward`; `moment`: a random one, from another thread; `storage`: an
+    operation of a save."""
     step: int = 0
     delay_s: float = 0.0
     error: int = 0
@@ -290,6 +292,8 @@ def _watch_saves(plan: Plan, rank: int, numbers: Shared, folder: Path) -> None:
     fault = None
     if plan.action.endswith("_at_save"):
         fault = Fault("kill", plan.operation, rank=plan.rank)
+    elif plan.place == "storage" and plan.action != "none":
+        fault = Fault("error", plan.operation, rank=plan.rank, errno=errno.ENOSPC)
     others = plan.action == "kill_all_at_save"
 
     def faulty(self: Any, output_dir: Any, **options: Any) -> None:

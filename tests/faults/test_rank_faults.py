@@ -1,0 +1,38 @@
+"""Ranks that fail, in a size that every test run can afford; benchmarks/faults.py has the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from headway.testing.proofs.launcher_faults import prove_launcher_faults
+from headway.testing.proofs.rank_faults import choose_trial, prove_rank_faults
+from headway.testing.proofs.rank_kills import prove_rank_kills
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_a_fault_of_one_rank_ends_all_in_time_names_it_and_loses_nothing():
+    outcome = prove_rank_faults(20, seed=3)
+    outcome.require_success()
+    counts = outcome.counts
+    assert counts["trials"] == 20
+    assert min(counts[name] for name in ("kill", "raise", "stop", "uneven data")) >= 2
+    assert min(counts[f"under {kind}"] for kind in ("ddp", "fsdp2", "pipeline")) >= 2
+    assert counts["resumed and ended as undisturbed"] == 20 - counts["uneven data"]
+
+
+def test_trials_come_again_with_their_seed():
+    assert [choose_trial(5, n) for n in range(30)] == [choose_trial(5, n) for n in range(30)]
+    places = {choose_trial(5, n).plan.place for n in range(200)}
+    assert len(places) > 12
+
+
+def test_ranks_killed_inside_saves_go_on_and_end_as_if_undisturbed():
+    outcome = prove_rank_kills(4, seed=1, max_steps=9, most_kills=3)
+    outcome.require_success()
+    assert outcome.counts["kills inside a save"] >= 1
+
+
+@pytest.mark.parametrize("fault", ["kill", "launcher"])
+def test_a_job_gets_over_the_loss_of_a_rank_and_of_its_launcher(fault):
+    prove_launcher_faults(1, seed=1, faults=(fault,), trainer="ddp").require_success()
