@@ -29,6 +29,7 @@ from typing import Any
 
 # Importing torch on a loaded machine takes long; it is not the function's time.
 _START_LIMIT_S = 60.0
+_PRELOADED = ("torch", "torch.distributed", "headway.trainers.parallel", "headway.testing.tiny")
 # How long the other ranks may take to say what went wrong after one of them has failed.
 _GRACE_S = 2.0
 # A signal that no training code listens to.
@@ -221,30 +222,41 @@ def _start(
     timeout_s: float,
     dump: Path,
 ) -> _Rank:
-    context = multiprocessing.get_context("spawn")
+    context = _process_context()
     here, there = context.Pipe(duplex=False)
     process = context.Process(
         target=_run_rank,
-        args=(there, payload, backend, timeout_s, str(dump)),
+        args=(there, payload, backend, timeout_s, str(dump), {**os.environ, **environ}),
         name=f"rank-{number}",
     )
-    # Set before the interpreter starts: torch reads some of them when it is imported, which
-    # the caller's own main module may do before `_run_rank` is reached.
-    with _environment(environ):
+    # Set before the interpreter starts as well: torch reads some of them when it is imported.
+    with _environment({"OMP_NUM_THREADS": environ["OMP_NUM_THREADS"]}):
         process.start()
     there.close()
     return _Rank(number, process, here, dump)
 
 
+def _process_context() -> Any:
+    """Where it can be, ranks are forked from a server that has imported torch once for all."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    return context
+
+
 @contextlib.contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
+    before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _watch(ranks: list[_Rank], timeout_s: float) -> None:
@@ -322,9 +334,17 @@ def _describe_ranks(ranks: list[int]) -> str:
 
 
 def _run_rank(
-    connection: Connection, payload: bytes, backend: str | None, timeout_s: float, dump: str
+    connection: Connection,
+    payload: bytes,
+    backend: str | None,
+    timeout_s: float,
+    dump: str,
+    environ: dict[str, str],
 ) -> None:
     """The life of one rank, in its own process."""
+    # The process may come from a server that was started long before, in another environment.
+    os.environ.clear()
+    os.environ.update(environ)
     # A process group of its own, so that the parent can end what the rank itself started.
     os.setpgrp()
     threading.Thread(target=_die_with_parent, daemon=True).start()
