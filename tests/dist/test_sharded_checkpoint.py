@@ -176,9 +176,12 @@ def _share_of_bytes(folder: Path) -> dict[str, float]:
     strategy = FullyShardedStrategy(context, CPU, FSDP2TrainingArguments())
     model = strategy.setup(ModelSource(make=tiny_decoder))
     optimizer = torch.optim.AdamW(model.parameters())
+    contents = CheckpointContents(model=model, optimizer=optimizer, trainer_state={})
+    manager = CheckpointManager(folder, ranks=ranks)
+    manager.reserve(contents)  # before there are moments
+    reserved = manager._stager.host_bytes
     model(torch.arange(10).view(1, 10), labels=torch.arange(10).view(1, 10)).loss.backward()
     optimizer.step()
-    contents = CheckpointContents(model=model, optimizer=optimizer, trainer_state={})
     whole = 3 * sum(p.numel() * 4 for p in model.parameters())
     num_read = 0
     plain_fill = reader.fill
@@ -193,9 +196,6 @@ def _share_of_bytes(folder: Path) -> dict[str, float]:
 
     reader.fill = watched_fill
     DTensor.full_tensor = DTensor.redistribute = refuse  # type: ignore[method-assign]
-    manager = CheckpointManager(folder, ranks=ranks)
-    manager.reserve(contents)
-    reserved = manager._stager.host_bytes
     path = manager.save(contents, 1)
     copied = manager._stager.host_bytes
     manager.load(contents, path)
