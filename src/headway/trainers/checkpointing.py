@@ -21,7 +21,8 @@ from headway.checkpoint import (
 from headway.checkpoint.contents import TRAINER_STATE_NAME
 from headway.checkpoint.manifest import MANIFEST_NAME
 from headway.errors import ConfigError
-from headway.models.hf import hf_config_of, save_pretrained
+from headway.models.hf import generation_config_of, hf_config_of, save_pretrained
+from headway.trainers.resume import kept_components
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,6 +81,11 @@ class Checkpointing:
             self._saver.deliver()
             self._saver.load(Path(path))
             return
+        if "model" not in kept_components(self.args):
+            raise ConfigError(
+                "load_checkpoint() before train() loads weights, and checkpoint_components leaves "
+                "out model: they come from outside"
+            )
         self._prepare_model()
         assert self.strategy is not None
         self._manager().load_model(self.strategy.unwrap(), path)
@@ -111,6 +117,7 @@ class Checkpointing:
         contents = CheckpointContents(
             model=model,
             model_config=hf_config_of(model),
+            generation_config=generation_config_of(model),
             save_tokenizer=tokenizer_saver if callable(tokenizer_saver) else None,
         )
         manager = CheckpointManager(target, save_total_limit=None, ranks=ranks)
@@ -151,7 +158,7 @@ class Checkpointing:
         own = [
             StateComponent(key, value, SharingPattern.GLOBAL)
             for key, value in given.items()
-            if value is not None
+            if value is not None and key in kept_components(self.args)
         ]
         return [*own, *(self._saver.components() if self._saver is not None else [])]
 

@@ -21,8 +21,7 @@ from headway.config.components import instantiate
 from headway.config.schema import Component, RunConfig
 from headway.data.tokenizer import Tokenizer, load_tokenizer
 from headway.errors import ConfigError, missing_extra
-from headway.models.hf import read_hf_config
-from headway.models.hf_config import from_hf_config, is_supported_family
+from headway.models.initial import blank_causal_lm
 from headway.optim.build import build_optimizer
 from headway.strategies.source import construct
 from headway.trainers.parallel import (
@@ -224,18 +223,12 @@ def build_model_to_look_at(run: RunConfig) -> tuple[nn.Module, str | None]:
 
 def _meta_pretrained(init_args: dict[str, Any]) -> nn.Module:
     """The model of a folder without reading its weights."""
-    from headway.models.config import DecoderConfig, check_fields
-    from headway.models.decoder import Decoder
-
     directory = init_args.get("directory")
     if directory is None:
         raise ConfigError("model.init_args.directory: missing; it names the model's folder")
-    config = read_hf_config(directory)
-    if is_supported_family(config):
-        fields = from_hf_config(config).to_dict() | dict(init_args.get("config_overrides") or {})
-        check_fields(fields)
-        return Decoder(DecoderConfig(**fields))
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(directory)))
-    return model
+    dtype = init_args.get("dtype")
+    return blank_causal_lm(
+        directory,
+        dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
+        config_overrides=init_args.get("config_overrides"),
+    )
