@@ -46,6 +46,7 @@ CASES = [
     ("27", "single", {"load_best_model_at_end": True}, "save_strategy equal to eval_strategy"),
     ("32", "single", {"construct_model_on": "metal"}, "did you mean 'meta'"),
     ("33", "single", {"checkpoint_components": ["model", "optim"]}, "unknown checkpoint_"),
+    ("33", "single", {"checkpoint_components": []}, "checkpoint_components is an empty list"),
     ("41", "pipeline", {"mixed_precision": "fp16"}, "use 'bf16'"),
     ("42", "pipeline", {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 6},
      "per_device_train_batch_size must be a multiple of n_microbatches=4"),
@@ -135,6 +136,12 @@ CASES = [
     ("H71", "pipeline", {"pipeline_size": 1}, "pipeline_size must be 2 or more"),
     ("H72", "pipeline", {"pipe_schedule": "DualPipeV", "torch_compile": True},
      "torch_compile=True does not work with pipe_schedule DualPipeV"),
+    ("H76", "single", {"load_components": ["model", "rng"], "checkpoint_components": ["model"]},
+     "load_components names rng"),
+    ("H76", "ddp", {"load_components": ["callbacks"], "checkpoint_components": ["model"]},
+     "load_components names callbacks"),
+    ("H77", "single", {"load_best_model_at_end": True, "eval_strategy": "steps",
+                       "checkpoint_components": ["optimizer"]}, "hold the model"),
 ]  # fmt: skip
 
 
@@ -200,6 +207,8 @@ def test_every_number_of_the_reference_is_in_the_table():
         ("fsdp2", {"fsdp2.param_dtype": "bf16", "fsdp2.reshard_after_forward": 8}),
         ("single", {"sdpa_backend": ["flash", "math"], "sdpa_set_priority": True}),
         ("single", {"save_total_limit": None}),
+        ("single", {"load_components": ["callbacks", "model"],
+                    "checkpoint_components": ["trainer", "model", "rng"]}),
         ("single", {"stop_at": "5 epochs", "max_steps": 3}),
         ("single", {"device": "cuda:0", "seed": 0, "warmup_steps": 0}),
     ],

@@ -31,6 +31,7 @@ class CheckpointContents:
     """What one save writes and one load fills."""
 
     model: nn.Module
+    """Always there: its names are those of the optimizer's state too."""
     optimizer: torch.optim.Optimizer | None = None
     components: list[StateComponent] = field(default_factory=list)
     """Scheduler, data position, RNG, callbacks: each to `state/<key>.json` and, if it has tensors,
@@ -45,6 +46,8 @@ class CheckpointContents:
     files are kept for the saves that follow with the same (equal) callable."""
     run_config: dict[str, Any] | None = None
     """Goes to `run/config.json`."""
+    stores_model: bool = True
+    """False: a save leaves out weights, their configs and extra state; they come from elsewhere."""
     validation_level: str = "none"
     """With several ranks that each hold the whole model and optimizer: how thoroughly to check,
     before a save, that they are equal everywhere (none, quick, tensor or full)."""

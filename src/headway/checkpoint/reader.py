@@ -84,6 +84,10 @@ def _load_tensors(
     live = collect_model(contents.model)
     destinations, finish = [], None
     if "model" in wanted:
+        if manifest.component("model") is None:
+            raise CheckpointError(
+                f"{directory} holds no model; name the components to load to go without it"
+            )
         destinations += plan_model(live, _open_shards(directory, "model", ranks), elsewhere)
     if "optimizer" in wanted and contents.optimizer is not None:
         if manifest.component("optimizer") is None:

@@ -138,7 +138,9 @@ class Stager:
         Optimizer state that does not exist yet is estimated from the class; if the estimate is
         wrong, the first save allocates again.
         """
-        staged = StagedCheckpoint([self._take_model(contents, collect_model(contents.model))])
+        staged = StagedCheckpoint()
+        if contents.stores_model:
+            staged.components.append(self._take_model(contents, collect_model(contents.model)))
         staged.components += [self._take_component(c) for c in contents.components]
         tensors = [_values_of(_part_of(slots[name])) for slots, name in staged.tensor_slots()]
         size = sum(_aligned(num_bytes(tensor)) for tensor in tensors)
@@ -153,8 +155,9 @@ class Stager:
         contents.check_keys()
         staged = StagedCheckpoint()
         model = collect_model(contents.model)
-        staged.extra_state = sorted(model.extra)
-        staged.components.append(self._take_model(contents, model))
+        if contents.stores_model:
+            staged.extra_state = sorted(model.extra)
+            staged.components.append(self._take_model(contents, model))
         if contents.optimizer is not None:
             staged.components.append(_take_optimizer(contents.optimizer, model))
         staged.components += [self._take_component(c) for c in contents.components]

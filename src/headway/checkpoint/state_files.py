@@ -58,6 +58,7 @@ def _to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def encode_state(contents: CheckpointContents, *, copy: bool) -> EncodedState:
     """Encode everything; with `copy` every tensor, however deep, is copied to host memory."""
+    assert contents.stores_model, "only a run of a trainer takes weights from elsewhere"
     contents.check_keys()
     own = _to_host if copy else dict
 

@@ -19,7 +19,6 @@ TRACKERS = "experiment trackers"
 PENDING: dict[str, str] = {
     "report_to": TRACKERS,
     "save_on_each_node": CHECKPOINTS,
-    "checkpoint_components": CHECKPOINTS,
     "torch_compile": PRECISION,
     "torch_compile_backend": PRECISION,
     "torch_compile_mode": PRECISION,

@@ -31,7 +31,8 @@ RULES: list[Rule] = [
     Rule("34", ("checkpoint_components",), "prepare",
          "Leaving out the model needs model_init."),
     Rule("35", ("checkpoint_components",), "prepare",
-         "Leaving out the model needs a callback that loads every weight."),
+         "Leaving out the model needs a callback with on_load_model_weights that loads every "
+         "tensor."),
     Rule("36", ("trainer",), "prepare", "Trainer runs in one process."),
     Rule("37", ("trainer",), "prepare",
          "DDPTrainer and FSDP2Trainer on several ranks need torch.distributed to be initialised."),

@@ -122,6 +122,34 @@ def _one_metric_for_the_best(args: Any) -> str | None:
     )
 
 
+def _load_what_is_kept(args: Any) -> str | None:
+    kept = getattr(args, "checkpoint_components", None)
+    if kept is None or args.load_components is None:
+        return None
+    # The callbacks' state goes with the trainer's.
+    strange = [
+        name
+        for name in args.load_components
+        if ("trainer" if name == "callbacks" else name) not in kept
+    ]
+    if not strange:
+        return None
+    return (
+        f"load_components names {', '.join(strange)}, which checkpoint_components={kept} leaves "
+        f"out of what the run saves and loads"
+    )
+
+
+def _best_needs_model(args: Any) -> str | None:
+    kept = getattr(args, "checkpoint_components", None)
+    if not args.load_best_model_at_end or kept is None or "model" in kept:
+        return None
+    return (
+        f"load_best_model_at_end needs checkpoints that hold the model, but "
+        f"checkpoint_components={kept} leaves it out"
+    )
+
+
 def _divisible(option: str) -> Check:
     def check(args: Any) -> str | None:
         size, pieces = getattr(args, option), args.n_microbatches
@@ -403,5 +431,9 @@ RULES: list[Rule] = [
                  "preserve_best_model"), "args",
          "load_best_model_at_end and preserve_best_model together go by one metric.",
          _one_metric_for_the_best),
+    Rule("H76", ("load_components", "checkpoint_components"), "args",
+         "A resume restores parts that the run's checkpoints hold.", _load_what_is_kept),
+    Rule("H77", ("load_best_model_at_end", "checkpoint_components"), "args",
+         "The best model can be loaded only from checkpoints that hold it.", _best_needs_model),
 ]
 # fmt: on

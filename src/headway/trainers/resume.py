@@ -1,8 +1,8 @@
 """Taking up a run again: which checkpoint, what of it, and what has changed since it was made.
 
-Owns: the choice under `on_damaged_checkpoint`, the meaning of `load_components`, and the resume
-report (`run/resume-<step>.json`). Does not own: the load itself (saving.py, checkpoint) nor the
-fingerprints (fingerprints.py).
+Owns: the choice under `on_damaged_checkpoint`, the meaning of `checkpoint_components` and
+`load_components`, and the resume report (`run/resume-<step>.json`). Does not own: the load itself
+(saving.py, checkpoint) nor the fingerprints (fingerprints.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.args import TrainingArguments
-from headway.checkpoint import CheckpointError, CheckpointManager, Manifest
+from headway.checkpoint import CheckpointError, CheckpointManager, Manifest, read_manifest
 from headway.checkpoint.jsonfile import read_json_object
 from headway.config.rules_values import LOADABLE
 from headway.config.snapshot import versions, write_json
@@ -31,6 +31,7 @@ _NOT_COMPARED = {
     "args.logging_dir",
     "args.resume_from_checkpoint",
     "args.load_components",
+    "args.checkpoint_components",
     "args.on_damaged_checkpoint",
     "args.overwrite_output_dir",
 }
@@ -92,9 +93,30 @@ def _advice(way_out: str) -> str:
     )
 
 
+def kept_components(args: TrainingArguments) -> set[str]:
+    """The parts that the run's checkpoints hold; `trainer` brings the callbacks along."""
+    if args.checkpoint_components is None:
+        return set(LOADABLE)
+    kept = set(args.checkpoint_components)
+    return kept | {"callbacks"} if "trainer" in kept else kept
+
+
 def wanted_components(args: TrainingArguments) -> set[str]:
     """The parts that a resume restores; `trainer` stands for counters, history and best metric."""
-    return set(LOADABLE if args.load_components is None else args.load_components)
+    return kept_components(args) if args.load_components is None else set(args.load_components)
+
+
+def require_parts(path: Path, needed: Collection[str]) -> None:
+    """Refuse a checkpoint that lacks one of the parts to restore."""
+    stored = {entry["key"] for entry in read_manifest(path).components}
+    if read_json_object(path / "trainer_state.json"):
+        stored.add("trainer")
+    missing = sorted(set(needed) - stored)
+    if missing:
+        raise CheckpointError(
+            f"{path} does not hold {', '.join(missing)}: name the parts to restore with "
+            f"load_components, or leave them out of the run with checkpoint_components"
+        )
 
 
 def read_saved_seed(path: Path) -> int | None:
@@ -187,6 +209,7 @@ class ResumeReport:
     save_counter: int
     loaded: list[str]
     left_out: list[str]
+    left_out_by: str
     damaged: list[str]
     differences: list[Difference]
     fingerprints: dict[str, dict[str, Any]]
@@ -201,7 +224,7 @@ class ResumeReport:
         """Say what the run goes on with; what is not as configured is a warning."""
         logger.info("resumed from %s (step %d)", self.checkpoint, self.step)
         if self.left_out:
-            logger.warning("not restored (load_components): %s", ", ".join(self.left_out))
+            logger.warning("not restored (%s): %s", self.left_out_by, ", ".join(self.left_out))
         for name in self.changed_parts:
             logger.warning(
                 "the %s is not the one of the checkpoint: %s, it was %s",
@@ -241,6 +264,7 @@ def make_report(
     config: Mapping[str, Any],
     fingerprints: Mapping[str, Any],
     loaded: Collection[str],
+    left_out_by: str = "load_components",
 ) -> ResumeReport:
     """Compare a loaded checkpoint with the run that goes on from it."""
     file = found.path / "run" / "config.json"
@@ -254,6 +278,7 @@ def make_report(
         save_counter=manifest.save_counter,
         loaded=sorted(loaded),
         left_out=sorted(set(LOADABLE) - set(loaded)),
+        left_out_by=left_out_by,
         damaged=list(found.damaged),
         differences=compare_configs(saved_config, config, loaded) if saved_config else [],
         fingerprints={

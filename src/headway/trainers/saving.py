@@ -21,19 +21,23 @@ from headway.checkpoint import (
 )
 from headway.checkpoint.background import BackgroundSaver
 from headway.checkpoint.replaced import set_aside
+from headway.config.rules_values import LOADABLE
 from headway.data.loader import WindowLoader
 from headway.engine.best import require_metric
 from headway.models.hf import generation_config_of, hf_config_of
 from headway.optim.build import follow_scheduler
 from headway.optim.schedule_state import ScheduleState
 from headway.trainers.fingerprints import take_fingerprints
+from headway.trainers.outside_weights import check_source, take_weights
 from headway.trainers.preflight import check_output_dir
 from headway.trainers.resume import (
     Found,
     check_progress,
     find_checkpoint,
+    kept_components,
     make_report,
     read_saved_seed,
+    require_parts,
     wanted_components,
 )
 
@@ -53,6 +57,9 @@ class Saver:
         self._loader: WindowLoader | None = None
         self._fingerprints: dict[str, Any] = {}
         self._replaces = False
+        self._kept = kept_components(args)
+        if "model" not in self._kept:
+            check_source(trainer)
         self._metric_option = (
             "best_model_metric" if args.preserve_best_model else "metric_for_best_model"
         )
@@ -129,22 +136,30 @@ class Saver:
                 SharingPattern.PER_RANK,
                 metadata={"on_missing_rank": "fresh"},
             ),
-            *trainer.strategy.state_components(),
         ]
         if trainer.lr_scheduler is not None:
             schedule = ScheduleState(trainer.lr_scheduler)
             components.insert(0, StateComponent("scheduler", schedule, SharingPattern.GLOBAL))
+        kept = self._kept
+        components = [component for component in components if component.key in kept]
+        if "trainer" in kept:  # what a strategy adds counts as the trainer's own
+            components += trainer.strategy.state_components()
         model = trainer.strategy.unwrap()
         tokenizer_saver = getattr(trainer.processing_class, "save_pretrained", None)
+        progress = {**trainer.state.to_dict(), "fingerprints": self._fingerprints}
         return CheckpointContents(
             model=model,
-            optimizer=trainer.optimizer,
+            optimizer=trainer.optimizer if "optimizer" in kept else None,
             components=components,
-            trainer_state={**trainer.state.to_dict(), "fingerprints": self._fingerprints},
+            trainer_state=progress if "trainer" in kept else {},
             model_config=hf_config_of(model),
             generation_config=generation_config_of(model),
-            save_tokenizer=tokenizer_saver if callable(tokenizer_saver) else None,
+            # The tokenizer is there for the model folder that the checkpoint is.
+            save_tokenizer=(
+                tokenizer_saver if callable(tokenizer_saver) and "model" in kept else None
+            ),
             run_config=self._run_config,
+            stores_model="model" in kept,
         )
 
     def _contents_to_save(self) -> CheckpointContents:
@@ -245,21 +260,24 @@ class Saver:
         logger.warning("save_on_error: the last completed step, %d, is saved", step)
 
     def load(self, path: Path, wanted: set[str] | None = None) -> LoadedCheckpoint:
-        """Take everything, or only the wanted parts, from a checkpoint."""
+        """Take what the run's checkpoints hold, or only the wanted parts of it."""
         trainer = self._trainer
         assert trainer.strategy is not None
+        wanted = self._kept if wanted is None else wanted
         contents = self._contents()
-        keys = None
-        if wanted is not None:
-            # What a strategy adds counts as the trainer's own.
-            own = {c.key for c in trainer.strategy.state_components() if "trainer" in wanted}
-            listed = {"model", "optimizer", *(c.key for c in contents.components)}
-            keys = listed & (wanted | own)
+        required = {"model", "optimizer", *(c.key for c in contents.components if c.required)}
+        with trainer._ranks().together("looking for the parts of the checkpoint"):
+            require_parts(path, wanted & {*required, "trainer"})
+        # What a strategy adds counts as the trainer's own.
+        own = {c.key for c in contents.components if c.key not in LOADABLE and "trainer" in wanted}
+        keys = {"model", "optimizer", *(c.key for c in contents.components)} & (wanted | own)
+        if "model" not in self._kept:
+            take_weights(trainer, str(path))
         loaded = self.manager.load(contents, path, components=keys)
-        if wanted is None or "trainer" in wanted:
+        if "trainer" in wanted:
             check_progress(loaded.trainer_state, loaded.path)
             trainer.state.restore(loaded.trainer_state)
-        if keys is not None and len({"optimizer", "scheduler"} & keys) == 1:
+        if len({"optimizer", "scheduler"} & keys) == 1:
             follow_scheduler(trainer.optimizer, trainer.lr_scheduler)
         trainer.bus.fire("on_load", path=str(loaded.path))
         return loaded
@@ -276,6 +294,11 @@ class Saver:
             config=self._run_config,
             fingerprints=self._fingerprints,
             loaded=wanted,
+            left_out_by=(
+                "checkpoint_components"
+                if trainer.args.load_components is None
+                else "load_components"
+            ),
         )
         report.log()
         if trainer.env.rank == 0:
@@ -284,6 +307,12 @@ class Saver:
     def rollback(self, skip_data: bool) -> None:
         """Return to the newest checkpoint of this run."""
         assert self._loader is not None
+        left_out = sorted({*LOADABLE} - self._kept)
+        if left_out:
+            raise RuntimeError(
+                f"a rollback was asked for, but the run's checkpoints do not hold "
+                f"{', '.join(left_out)} (checkpoint_components)"
+            )
         self.deliver()
         path = self.manager.resolve(True)
         if path is None:
