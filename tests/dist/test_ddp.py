@@ -54,13 +54,19 @@ class Normed(nn.Module):
         if unused:
             self.idle = nn.Linear(8, 8)
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         hidden = self.norm(self.embed(input_ids).transpose(1, 2)).transpose(1, 2)
         logits = self.head(hidden)
-        loss = nn.functional.cross_entropy(
-            logits[:, :-1].reshape(-1, 50), labels[:, 1:].reshape(-1), ignore_index=-100
-        )
-        return {"loss": loss, "logits": logits}
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": mean_loss({"logits": logits}, labels), "logits": logits}
+
+
+def mean_loss(outputs: dict[str, Tensor], labels: Tensor, num_items_in_batch: Any = 0) -> Tensor:
+    logits = outputs["logits"]
+    return nn.functional.cross_entropy(
+        logits[:, :-1].reshape(-1, 50), labels[:, 1:].reshape(-1), ignore_index=-100
+    )
 
 
 def make_ddp(
@@ -276,7 +282,10 @@ def look_inside() -> dict[str, Any]:
     # Each rank's batch moves its own running mean; an evaluation takes rank 0's.
     normed = Run(make_ddp(lambda: Normed(unused=True), ddp={"find_unused_parameters": True}))
     normed.steps(5)
-    results["means over nothing"] = all(map(math.isfinite, sum(normed.history, ())))
+    given = Run(make_ddp(Normed))
+    given.objective = Objective(given.strategy.unwrap(), mean_loss)
+    given.steps(5)
+    results["means over nothing"] = all(map(math.isfinite, sum(normed.history + given.history, ())))
     model = normed.strategy.unwrap()
     apart = is_equal_on_ranks(model.norm.running_mean)
     mean = gather(model.norm.running_mean)[0].clone()
