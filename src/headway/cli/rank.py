@@ -40,7 +40,7 @@ def run_as_rank(load: Callable[[], tuple[Job, dict[str, Any]]], work: Callable[[
     env = detect_env(use_cpu=True)
     if not env.is_distributed and not is_launched():
         return work(load()[0])
-    if threads_take_signals():
+    if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _stop_early)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     note_start()
@@ -70,14 +70,9 @@ def _watch_launcher(rank: int) -> None:
         time.sleep(_LEFT_TO_WATCH_S)
         reason = f"rank {rank}: torchrun, which started it (process {launcher}), is gone"
         say(reason)
-        end_process(1, reason)
+        end_process(1, reason, victim=True)
 
     threading.Thread(target=watch, name="headway-launcher", daemon=True).start()
-
-
-def threads_take_signals() -> bool:
-    """Whether handlers can be set here: on the main thread only."""
-    return threading.current_thread() is threading.main_thread()
 
 
 def _work(load: Callable[[], tuple[Job, dict[str, Any]]], work: Callable[[Job], int]) -> int:
@@ -104,6 +99,7 @@ def _tell(error: BaseException, rank: int) -> tuple[int, str, bool]:
     """Say what went wrong unless another rank does: the exit code, one line, whose fault it is."""
     from headway.dist.agreement import CommonMistake
     from headway.dist.failure import PeerFailure, current_watch, first_to_say
+    from headway.dist.rendezvous import RendezvousError
 
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1, "", False
@@ -111,7 +107,7 @@ def _tell(error: BaseException, rank: int) -> tuple[int, str, bool]:
         if first_to_say(str(error)):
             say_error([str(error)])
         return (2 if error.kind == "mistake" else 1), str(error), True
-    problems, code = explain(error)
+    problems, code = ([str(error)], 1) if isinstance(error, RendezvousError) else explain(error)
     if problems is not None:
         common = isinstance(error, CommonMistake)
         if rank == 0 if common else first_to_say("\n".join(problems)):

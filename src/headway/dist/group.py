@@ -23,7 +23,7 @@ from headway.dist.device import get_device
 from headway.dist.env import DistributedEnv, detect_env
 from headway.dist.processes import ProcessIdentity, identify
 from headway.dist.rendezvous import Endpoint, connect, find_endpoint, meet
-from headway.dist.watch import Failure, Watch
+from headway.dist.watch import Failure, Watch, frozen_limit_s
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ def init_distributed(
         _up = _adopt(facts, device, use_cpu)
     elif facts.world_size > 1 or alone:
         try:
+            frozen_limit_s()
             facts = detect_env(variables, use_cpu=use_cpu, device=device)
         except ConfigError as error:
             # Not raised yet: the others are on their way to the rendezvous and must learn of it.
@@ -150,8 +151,10 @@ def cleanup_distributed(context: DistributedContext | None = None) -> None:
     up, _up = _up, None
     if up is None:
         return
-    failed = sys.exc_info()[0] is not None or _has_failed(up)
+    error = sys.exc_info()[1]
+    failed = error is not None or _has_failed(up)
     if up.watch is not None:
+        _tell_others(up.watch, error)
         failed = failed or not _leave_together(up)
         up.watch.wait_until_known()
         up.watch.stop(ended_well=not failed)
@@ -277,11 +280,12 @@ def _start_watch(
         keeper=f"{endpoint.keeper} at {endpoint}",
         keeper_rank=None if endpoint.in_launcher else 0,
     )
+    watch.announce()
+    # Signs of life are read with a call that waits for those that are not there yet.
+    distributed.barrier(group=host_group())
     watch.start()
     # Before the interpreter is taken down: a thread inside the store's code would abort it.
     atexit.register(_stop_at_exit, watch, os.getpid())
-    # Signs of life are read with a call that waits for those that are not there yet.
-    distributed.barrier(group=host_group())
     return watch
 
 
@@ -289,9 +293,7 @@ def _stop_at_exit(watch: Watch, pid: int) -> None:
     if os.getpid() != pid:
         return
     error = getattr(sys, "last_value", None)
-    if error is not None and watch.failure is None:
-        first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
-        watch.report(Failure(watch.rank, first_line, "error"))
+    _tell_others(watch, error)
     watch.wait_until_known()
     watch.stop(ended_well=error is None)
 
@@ -302,6 +304,13 @@ def versions() -> dict[str, str]:
 
     python = ".".join(platform.python_version_tuple()[:2])
     return {"headway": __version__, "torch": torch.__version__, "Python": python}
+
+
+def _tell_others(watch: Watch, error: BaseException | None) -> None:
+    """Report an error that nobody guarded against."""
+    if error is not None and watch.failure is None:
+        first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
+        watch.report(Failure(watch.rank, first_line, "error"))
 
 
 def _greet(facts: DistributedEnv, problems: list[str], card: str) -> dict[str, Any]:

@@ -97,9 +97,12 @@ class Watch:
 
     # -- the process's own side ---------------------------------------------------------------
 
-    def start(self) -> None:
-        """Give the first sign of life and begin to watch."""
+    def announce(self) -> None:
+        """Give the first sign of life; all ranks have done so before any of them starts."""
         self._store.set(f"beat/{self.rank}", b"0")
+
+    def start(self) -> None:
+        """Begin to watch."""
         self._last_contact = self._last_look = time.monotonic()
         for thread in self._threads:
             thread.start()
@@ -314,7 +317,8 @@ class Watch:
             since_s = now - self._failed_at
             if since_s > LAST_S or (since_s > GRACE_S and not self._out and not self._leaving):
                 code = 2 if failure.kind == "mistake" else 1
-                end_process(code, failure.describe(self.world_size))
+                told = failure.describe(self.world_size)
+                end_process(code, told, victim=failure.rank != self.rank)
 
 
 def frozen_limit_s() -> float:
@@ -339,9 +343,9 @@ def say(text: str) -> None:
         pass
 
 
-def end_process(code: int, reason: str) -> None:
-    """End at once because of another rank, leaving word where the launcher looks for it."""
-    note_exit(code, reason, victim=True)
+def end_process(code: int, reason: str, *, victim: bool = True) -> None:
+    """End at once, leaving word where the launcher looks for it."""
+    note_exit(code, reason, victim=victim)
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()
     flush.join(0.5)
