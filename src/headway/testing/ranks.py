@@ -345,6 +345,8 @@ def _run_rank(
     # The process may come from a server that was started long before, in another environment.
     os.environ.clear()
     os.environ.update(environ)
+    # Else what the rank starts, such as loader workers, would be started as it was.
+    multiprocessing.set_start_method(None, force=True)
     # A process group of its own, so that the parent can end what the rank itself started.
     os.setpgrp()
     threading.Thread(target=_die_with_parent, daemon=True).start()

@@ -6,6 +6,7 @@ Owns the arithmetic between samples, micro-batches, optimizer steps, epochs and 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +67,20 @@ def accumulation_steps(args: TrainingArguments, world_size: int, dataset: Any) -
     return derive_accumulation(args, world_size=world_size, sequence_length=sample_length(dataset))
 
 
-def plan_run(args: TrainingArguments, loader: WindowLoader, world_size: int) -> RunPlan:
-    """Work out a run's length and cadence."""
-    steps_per_epoch = loader.num_windows or args.epoch_train_steps
+def plan_run(
+    args: TrainingArguments,
+    loader: WindowLoader,
+    world_size: int,
+    longest: Callable[[int], int] = int,
+) -> RunPlan:
+    """Work out a run's length and cadence.
+
+    `longest` gives the largest of the ranks' values: their own streams may differ in length, and
+    an epoch is over when the last one is.
+    """
+    own_steps = loader.num_windows or 0
+    steps_per_epoch = longest(own_steps) if loader.is_sharded else own_steps
+    steps_per_epoch = steps_per_epoch or args.epoch_train_steps
     train_for = Duration.parse(args.train_for) if args.train_for is not None else None
     stop_at = Duration.parse(args.stop_at) if args.stop_at is not None else None
     max_steps = _max_steps(args, train_for, steps_per_epoch)

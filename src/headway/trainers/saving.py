@@ -127,8 +127,11 @@ class Saver:
     def _contents(self) -> CheckpointContents:
         trainer = self._trainer
         assert trainer.strategy is not None and self._loader is not None
+        # Ranks that read streams of their own are each at a place of their own.
+        own = self._loader.is_sharded
+        dataset_sharing = SharingPattern.PER_RANK if own else SharingPattern.GLOBAL
         components = [
-            StateComponent("dataset", self._loader, SharingPattern.GLOBAL),
+            StateComponent("dataset", self._loader, dataset_sharing),
             StateComponent("callbacks", trainer.bus, SharingPattern.GLOBAL),
             StateComponent(
                 "rng",

@@ -354,7 +354,8 @@ class Trainer(Checkpointing, Evaluation):
         loader = self._loader(self.train_dataset, "train_dataset", training=True)
         if self.eval_dataset is not None:
             self._eval_loader = self._loader(self.eval_dataset, "eval_dataset")
-        plan = plan_run(self.args, loader, self.strategy.data_shard().world_size)
+        shares, ranks = self.strategy.data_shard().world_size, self._ranks()
+        plan = plan_run(self.args, loader, shares, lambda own: max(ranks.exchange(own)))
         self._prepare_optimizer(plan)
         plan.describe(self.state, self.args)
         self.bus.kwargs.update(train_dataloader=loader, eval_dataloader=self._eval_loader)
