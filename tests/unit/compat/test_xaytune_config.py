@@ -10,8 +10,15 @@ import torch
 from torch import nn
 from xaytune_runs import make_config, make_loader, make_model, train
 
+from headway.args import (
+    AccelTrainingArguments,
+    DDPTrainingArguments,
+    FSDP2TrainingArguments,
+    TrainingArguments,
+)
 from headway.compat.xaytune import Trainer, TrainerConfig
-from headway.compat.xaytune.plan import make_arguments
+from headway.compat.xaytune.plan import make_arguments, plan_steps
+from headway.compat.xaytune.strategy import TRAINERS
 from headway.errors import ConfigError
 
 
@@ -43,9 +50,6 @@ def test_the_defaults_are_those_of_the_original() -> None:
     ("option", "value", "message"),
     [
         ("strategy", "fdsp", "did you mean 'fsdp'"),
-        ("strategy", "ddp", "not available yet"),
-        ("strategy", "fsdp", "not available yet"),
-        ("strategy", "deepspeed", "not available yet"),
         ("mixed_precision", "bf15", "did you mean 'bf16'"),
         ("scheduler", "cosin", "did you mean 'cosine'"),
         ("batch_size", 0, "at least 1"),
@@ -136,6 +140,46 @@ def test_the_config_becomes_headways_arguments() -> None:
     assert (args.warmup_steps, args.max_steps, args.seed) == (20, 205, 5)
     assert (args.save_strategy, args.save_steps) == ("steps", 500)
     assert args.eval_strategy == "epoch"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("none", TrainingArguments),
+        ("ddp", DDPTrainingArguments),
+        ("fsdp", FSDP2TrainingArguments),
+        ("deepspeed", AccelTrainingArguments),
+    ],
+)
+def test_each_strategy_has_its_trainer_and_arguments(strategy: str, expected: type) -> None:
+    assert TrainerConfig(strategy=strategy).strategy == strategy
+    chosen = TRAINERS[strategy].arguments_class
+    assert chosen is expected
+    args = make_arguments(
+        # Elsewhere an error on CUDA; DeepSpeed's precision is its own.
+        TrainerConfig(mixed_precision="bf16" if strategy == "deepspeed" else "fp32"),
+        device=torch.device("cuda", 0),
+        total_steps=4,
+        batch_size=2,
+        num_eval_steps=None,
+        builds_scheduler=True,
+        arguments_class=chosen,
+        world_size=2,
+    )
+    assert type(args) is expected
+    assert args.device is None  # rank 1 is not to train on rank 0's device
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sharded", "steps"), [(1, False, 6), (2, False, 4), (2, True, 6), (4, False, 2)]
+)
+def test_steps_are_counted_for_all_ranks(world_size: int, sharded: bool, steps: int) -> None:
+    # 22 samples in batches of 4 are 6 batches, in windows of 2, for 2 epochs.
+    loader = make_loader()
+    if sharded:
+        loader.is_sharded = True  # type: ignore[attr-defined]
+    config = TrainerConfig(num_epochs=2, gradient_accumulation=2)
+    assert plan_steps(config, loader, world_size) == steps
 
 
 def _other_scheduler() -> Any:

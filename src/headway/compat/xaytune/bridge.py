@@ -87,7 +87,9 @@ class EventBridge(TrainerCallback):
         if self._move_batch is not None:
             window.micro_batches[:] = map(self._move_batch, window.micro_batches)
 
-    def on_train_metrics(self, loss: Any, grad_norm: Any, optimizer: Any) -> None:
+    def on_train_metrics(self, loss: Any, grad_norm: Any, optimizer: Any, trainer: Any) -> None:
+        # Each rank has its share. Here and not when it is read, which one rank may do alone.
+        loss = trainer.strategy.reduce(loss, "sum")
         rate = optimizer.param_groups[0]["lr"]
         self.state.record({"loss": loss, "learning_rate": rate, "grad_norm": grad_norm})
 

@@ -37,7 +37,8 @@ class TrainerConfig:
     """How to train. A value that cannot be meant, or is not available yet, is a ConfigError."""
 
     strategy: str = "auto"
-    """`auto` or `none`: one device. `ddp`, `fsdp` and `deepspeed` are not available yet."""
+    """`none`: one device. `ddp`, `fsdp`, `deepspeed`: the ranks that a launcher started.
+    `auto`: `none` alone; on several ranks `ddp`, or `fsdp` where the model is too large for it."""
     mixed_precision: str = "bf16"
     """On a CPU model everything runs in the model's own precision; elsewhere only `fp32` yet."""
     batch_size: int = 4
@@ -118,9 +119,4 @@ def _find_problems(config: TrainerConfig) -> list[str]:
         problems.append(f"max_steps must be at least 1, or -1 for no limit, got {config.max_steps}")
     if config.save_total_limit is not None and config.save_total_limit < 1:
         problems.append(f"save_total_limit must be at least 1, got {config.save_total_limit}")
-    if config.strategy in ("ddp", "fsdp", "deepspeed"):
-        problems.append(
-            f"strategy={config.strategy!r} is not available yet: it comes with parallel "
-            f"strategies; use 'auto' or 'none'"
-        )
     return problems

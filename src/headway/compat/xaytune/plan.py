@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.args import TrainingArguments
+from headway.args import AccelTrainingArguments, TrainingArguments
 from headway.compat.xaytune.config import TrainerConfig
-from headway.data.loader import classify
+from headway.data.kinds import classify, is_sharded
 from headway.errors import ConfigError
 
 # Optimizer steps in an epoch of a loader that cannot tell: it ends by itself, long before.
@@ -55,12 +55,14 @@ def count_batches(loader: Any) -> int | None:
         return None
 
 
-def plan_steps(config: TrainerConfig, loader: Any) -> int | None:
+def plan_steps(config: TrainerConfig, loader: Any, world_size: int = 1) -> int | None:
     """Optimizer steps of the run, the last incomplete window of each epoch included.
 
     None: only the end of the loader will tell.
     """
     num_batches = count_batches(loader)
+    if num_batches is not None and not is_sharded(loader):
+        num_batches = -(-num_batches // world_size)  # dealt out, batch by batch
     limit = config.max_steps if config.max_steps > 0 else None
     if num_batches is None:
         return limit
@@ -76,9 +78,12 @@ def make_arguments(
     batch_size: int,
     num_eval_steps: int | None,
     builds_scheduler: bool,
+    arguments_class: type[TrainingArguments] = TrainingArguments,
+    world_size: int = 1,
 ) -> TrainingArguments:
     """Headway's arguments for this configuration."""
-    _check_precision(config, device)
+    if arguments_class is not AccelTrainingArguments:  # there precision is the Accelerator's
+        _check_precision(config, device)
     if builds_scheduler and total_steps is None:
         _check_schedule_without_length(config)
     warmup_steps = config.warmup_steps
@@ -95,11 +100,12 @@ def make_arguments(
     if num_eval_steps is not None:
         fields["eval_strategy"] = "steps" if num_eval_steps else "epoch"
         fields["eval_steps"] = num_eval_steps or 100
-    return TrainingArguments(
+    return arguments_class(
         output_dir=config.output_dir,
         save_async=config.async_checkpoint,
         use_cpu=device.type == "cpu",
-        device=None if device.type == "cpu" else str(device),
+        # Of several ranks each has a device of its own, wherever their model was made.
+        device=None if device.type == "cpu" or world_size > 1 else str(device),
         seed=config.seed,
         num_train_epochs=config.num_epochs,
         max_steps=total_steps or -1,

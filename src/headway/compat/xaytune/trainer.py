@@ -6,7 +6,7 @@ resumes is Headway's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from headway.checkpoint import committed, find_latest_checkpoint, read_manifest
 from headway.compat.xaytune.bridge import EventBridge
 from headway.compat.xaytune.config import TrainerConfig
 from headway.compat.xaytune.events import CallbackManager
-from headway.compat.xaytune.objective import LossFn, LossFnObjective
+from headway.compat.xaytune.objective import LossFn
 from headway.compat.xaytune.plan import (
     as_loader,
     count_batches,
@@ -26,28 +26,20 @@ from headway.compat.xaytune.plan import (
     plan_steps,
 )
 from headway.compat.xaytune.state import TrainState
+from headway.compat.xaytune.strategy import (
+    TRAINERS,
+    choose_strategy,
+    join_ranks,
+    ready_optimizer,
+    strategy_options,
+)
+from headway.dist.group import DistributedContext
 from headway.errors import ConfigError
 from headway.trainers.trainer import Trainer as HeadwayTrainer
 
 
-class _LossFnTrainer(HeadwayTrainer):
-    """Headway's trainer with xaytune's loss function and its event before an evaluation."""
-
-    def __init__(self, *, loss_fn: LossFn | None, bridge: EventBridge, **options: Any) -> None:
-        super().__init__(callbacks=[bridge], default_callbacks=False, **options)
-        self._loss_fn = loss_fn
-        self._bridge = bridge
-
-    def _make_objective(self, model: nn.Module) -> LossFnObjective:
-        return LossFnObjective(model, self._loss_fn)
-
-    def _evaluate_in_training(self, must_end: Callable[[], bool]) -> dict[str, float] | None:
-        self._bridge.fire("eval_start")
-        return super()._evaluate_in_training(must_end)
-
-
 class Trainer:
-    """Trains a model with the batches of a loader, on the device the model is on.
+    """Trains a model with the batches of a loader, on the kind of device the model is on.
 
     Without a `callback_manager` one is made; it is `callback_manager` either way.
     """
@@ -105,22 +97,14 @@ class Trainer:
         """Train to the end and return the state reached.
 
         `eval_dataloader` (Headway's addition) is evaluated every `eval_every_n_steps`, or after
-        each epoch if that is 0. A failure fires `error` and is raised again.
+        each epoch if that is 0. A failure fires `error` and is raised again. On several ranks all
+        of them call this; they meet here, and part after the last checkpoint.
         """
         config = self.config
         _check_model_and_optimizer(model, optimizer, scheduler)
         loader = as_loader(train_dataloader, config.batch_size, "train_dataloader")
         if eval_dataloader is not None:
             eval_dataloader = as_loader(eval_dataloader, config.batch_size, "eval_dataloader")
-        checkpoint = self._find_checkpoint(resume_state, resume_checkpoint_dir)
-        arguments = make_arguments(
-            config,
-            device=next((p.device for p in model.parameters()), torch.device("cpu")),
-            total_steps=plan_steps(config, loader),
-            batch_size=getattr(loader, "batch_size", None) or config.batch_size,
-            num_eval_steps=None if eval_dataloader is None else eval_every_n_steps,
-            builds_scheduler=scheduler is None,
-        )
         self.state = TrainState(
             num_epochs=config.num_epochs,
             max_steps=config.max_steps,
@@ -136,21 +120,51 @@ class Trainer:
             last_epoch=config.num_epochs if count_batches(loader) is None else None,
             move_batch=self.move_batch_to_device if moves else None,
         )
-        trainer = _LossFnTrainer(
-            loss_fn=loss_fn,
-            bridge=bridge,
-            args=arguments,
-            model=model,
-            train_dataset=loader,
-            eval_dataset=eval_dataloader,
-            optimizer_factory=None if optimizer is None else lambda groups: optimizer,
-            lr_scheduler_factory=None if scheduler is None else lambda built: scheduler,
-            optimizer_groups=no_decay_groups(model) if optimizer is None else None,
-        )
-        output = trainer.train(resume_from_checkpoint=checkpoint or False)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        with join_ranks(config.strategy, device) as context:
+            checkpoint = self._find_checkpoint(resume_state, resume_checkpoint_dir)
+            trainer = self._make_trainer(
+                context,
+                device,
+                loss_fn=loss_fn,
+                bridge=bridge,
+                model=model,
+                train_dataset=loader,
+                eval_dataset=eval_dataloader,
+                num_eval_steps=None if eval_dataloader is None else eval_every_n_steps,
+                optimizer_factory=None if optimizer is None else ready_optimizer(optimizer, model),
+                lr_scheduler_factory=None if scheduler is None else lambda built: scheduler,
+                optimizer_groups=no_decay_groups(model) if optimizer is None else None,
+            )
+            output = trainer.train(resume_from_checkpoint=checkpoint or False)
         stopped_by_loop = trainer.bus.stopped_by is not None and trainer.bus.stopped_by[0] == "loop"
         self.state.should_stop |= stopped_by_loop or output.interrupted_by is not None
         return self.state
+
+    def _make_trainer(
+        self,
+        context: DistributedContext,
+        device: torch.device,
+        *,
+        num_eval_steps: int | None,
+        **options: Any,
+    ) -> HeadwayTrainer:
+        """Headway's trainer for the strategy, and its arguments."""
+        config, loader = self.config, options["train_dataset"]
+        strategy = choose_strategy(config.strategy, context, options["model"])
+        trainer_class = TRAINERS[strategy]
+        arguments = make_arguments(
+            config,
+            device=device,
+            total_steps=plan_steps(config, loader, context.world_size),
+            batch_size=getattr(loader, "batch_size", None) or config.batch_size,
+            num_eval_steps=num_eval_steps,
+            builds_scheduler=options["lr_scheduler_factory"] is None,
+            arguments_class=trainer_class.arguments_class,
+            world_size=context.world_size,
+        )
+        more = strategy_options(strategy, config, arguments, device)
+        return trainer_class(args=arguments, **options, **more)
 
     def _find_checkpoint(self, state: TrainState | None, directory: str | None) -> str | None:
         """The checkpoint to resume from, which must be the one that the state is of."""
