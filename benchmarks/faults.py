@@ -56,7 +56,7 @@ FULL = {
     "full_disk": 1,
     "rank_faults": 200,
     "rank_kills": 150,
-    "launcher": 18,
+    "launcher": 21,
 }
 WANTED = """\
 | proof | wanted |

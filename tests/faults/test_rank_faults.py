@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_a_fault_of_one_rank_ends_all_in_time_names_it_and_loses_nothing():
-    outcome = prove_rank_faults(20, seed=3)
+    outcome = prove_rank_faults(20, seed=3, first=8)
     outcome.require_success()
     counts = outcome.counts
     assert counts["trials"] == 20
@@ -33,6 +33,5 @@ def test_ranks_killed_inside_saves_go_on_and_end_as_if_undisturbed():
     assert outcome.counts["kills inside a save"] >= 1
 
 
-@pytest.mark.parametrize("fault", ["kill", "launcher"])
-def test_a_job_gets_over_the_loss_of_a_rank_and_of_its_launcher(fault):
-    prove_launcher_faults(1, seed=1, faults=(fault,), trainer="ddp").require_success()
+def test_a_rank_does_not_survive_launcher_and_torchrun_and_the_next_start_goes_on():
+    prove_launcher_faults(1, seed=1, faults=("alone",), trainer="ddp").require_success()

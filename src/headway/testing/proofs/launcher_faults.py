@@ -31,7 +31,10 @@ from headway.testing.proofs.rank_faults import LIMIT_S, is_late
 from headway.testing.proofs.remains import Ending, Shared, find_loss, newest_step, read_ending
 
 MAX_STEPS, SAVE_STEPS = 20, 3
-FAULTS = ("kill", "launcher", "raise", "torchrun", "stop", "both")
+FAULTS = ("kill", "launcher", "raise", "torchrun", "stop", "both", "alone")
+"""`kill`, `raise`, `stop`: of a rank, with restarts; else who is killed: `both` are launcher and
+torchrun, `alone` the same where there is a single rank, which has no other to miss it."""
+_OF_A_RANK = ("kill", "raise", "stop")
 _FROZEN_AFTER_S = 5.0
 _START_LIMIT_S = 300.0
 _DEED = "HEADWAY_PROOF_DEED"
@@ -73,6 +76,7 @@ class Order:
     """In so many attempts, from the first."""
     slow_s: float = 0.0
     """How long every step is held up, so that the job is still there when its launcher dies."""
+    num_ranks: int = 2
 
 
 class Deed(TrainerCallback):
@@ -154,11 +158,11 @@ def _wait_until(
 
 @contextmanager
 def launched(folder: Path, order: Order, trainer: str, *words: str) -> Iterator[Launched]:
-    """`headway train` on two ranks in a folder of its own; nothing is left of it at the end."""
+    """`headway train` in a folder of its own; nothing is left of it at the end."""
     (folder / "run.yaml").write_text(json.dumps({**_RUN, "trainer": trainer}))
     for path in folder.glob("process-*"):
         path.unlink()
-    for rank in range(2):
+    for rank in range(order.num_ranks):
         Shared(folder / f"numbers-{rank}", create=True)
     environ = {
         **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
@@ -166,7 +170,8 @@ def launched(folder: Path, order: Order, trainer: str, *words: str) -> Iterator[
         "HEADWAY_FROZEN_AFTER_S": f"{_FROZEN_AFTER_S:g}",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "headway", "train", "run.yaml", "--nproc", "2", *words]
+    nproc = str(order.num_ranks)
+    command = [sys.executable, "-m", "headway", "train", "run.yaml", "--nproc", nproc, *words]
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             command, cwd=folder, env=environ, stdout=output, stderr=output, start_new_session=True
@@ -193,7 +198,7 @@ class _Trial:
 
     def run(self, fault: str, reference: Ending) -> str | None:
         """What was wrong, if anything."""
-        problem = self._restart() if fault in ("kill", "raise", "stop") else self._orphan(fault)
+        problem = self._restart() if fault in _OF_A_RANK else self._orphan(fault)
         if problem is None and read_ending(self.folder / "out") != reference:
             problem = "ended differently from an undisturbed job"
         return f"{problem}: {self.seen[-1][-3000:]}" if problem else None
@@ -222,9 +227,9 @@ class _Trial:
                 return f"the job ended with {job.wait(1)} before it could be disturbed"
             pairs = job.ranks()
             struck_s = time.monotonic()
-            if fault in ("launcher", "both"):
+            if fault != "torchrun":
                 job.process.kill()
-            if fault in ("torchrun", "both"):
+            if fault != "launcher":
                 os.kill(pairs[0][1].pid, signal.SIGKILL)
             everyone = [found for pair in pairs for found in pair]
             gone = _wait_until(
@@ -244,12 +249,13 @@ class _Trial:
         return self._go_on()
 
     def _go_on(self) -> str | None:
-        numbers = [Shared(self.folder / f"numbers-{rank}") for rank in range(2)]
+        num_ranks = self.order.num_ranks
+        numbers = [Shared(self.folder / f"numbers-{rank}") for rank in range(num_ranks)]
         problem = find_loss(self.folder / "out", numbers, 0, SAVE_STEPS)
         if problem:
             return problem
         newest = newest_step(self.folder / "out")
-        with launched(self.folder, Order(), self.trainer) as job:
+        with launched(self.folder, Order(num_ranks=num_ranks), self.trainer) as job:
             code = job.wait()
             self.seen.append(job.said())
         if code != 0:
@@ -262,9 +268,9 @@ class _Trial:
 def choose_order(fault: str, chance: random.Random) -> Order:
     """What goes wrong in a trial of this fault."""
     step, rank = chance.randint(1, 8), chance.randrange(2)
-    if fault in ("kill", "raise", "stop"):
+    if fault in _OF_A_RANK:
         return Order(fault, rank, step, num_attempts=chance.randint(1, 2))
-    return Order(step=step, slow_s=0.5)
+    return Order(step=step, slow_s=0.3, num_ranks=1 if fault == "alone" else 2)
 
 
 def prove_launcher_faults(
@@ -272,30 +278,30 @@ def prove_launcher_faults(
 ) -> Outcome:
     """So many jobs, each with one of the faults in turn."""
     outcome = Outcome("faults under the launcher", seed)
-    references: dict[str, Ending] = {}
+    references: dict[tuple[str, int], Ending] = {}
     with memory_folder() as folder, quiet():
         for number in range(num_trials):
             chance = random.Random(f"{seed}/{number}")
             fault = faults[number % len(faults)]
             name = trainer or chance.choice(("ddp", "fsdp2"))
-            if name not in references:
-                references[name] = _run_undisturbed(folder / f"undisturbed-{name}", name)
+            order = choose_order(fault, chance)
+            kind = (name, order.num_ranks)
+            if kind not in references:
+                references[kind] = _run_undisturbed(folder / f"undisturbed-{kind}", *kind)
             place = folder / f"trial-{number}"
             place.mkdir()
-            order = choose_order(fault, chance)
-            problem = _Trial(place, name, order, outcome).run(fault, references[name])
+            problem = _Trial(place, name, order, outcome).run(fault, references[kind])
             outcome.counts["trials"] += 1
-            what = "killed" if fault in ("launcher", "torchrun", "both") else "of a rank"
-            outcome.counts[f"{fault} {what}"] += 1
+            outcome.counts[f"{fault} {'of a rank' if fault in _OF_A_RANK else 'killed'}"] += 1
             if problem:
                 outcome.fail(f"seed {seed}/{number}, {name}, {fault}, {order}: {problem}")
             shutil.rmtree(place)
     return outcome
 
 
-def _run_undisturbed(folder: Path, trainer: str) -> Ending:
+def _run_undisturbed(folder: Path, trainer: str, num_ranks: int) -> Ending:
     folder.mkdir()
-    with launched(folder, Order(), trainer) as job:
+    with launched(folder, Order(num_ranks=num_ranks), trainer) as job:
         code = job.wait()
         if code != 0:
             raise RuntimeError(f"the undisturbed job ended with {code}: {job.said()[-3000:]}")
