@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+from headway.dist.exits import is_launched
+
 logger = logging.getLogger(__name__)
 
 
@@ -74,6 +76,10 @@ class SignalRequests:
                 "%s: finishing this step, saving, stopping. Once more stops at once.",
                 self.stop_signal.name,
             )
+            return
+        if is_launched():
+            # A scheduler signals the launcher and every rank, so that each of these hears of it
+            # twice. The launcher ends them at a second request.
             return
         # A second request: the default action, now, whatever the loop is doing.
         signal.signal(number, signal.SIG_DFL)

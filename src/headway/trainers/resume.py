@@ -224,7 +224,9 @@ class ResumeReport:
         """Say what the run goes on with; what is not as configured is a warning."""
         logger.info("resumed from %s (step %d)", self.checkpoint, self.step)
         if self.left_out:
-            logger.warning("not restored (%s): %s", self.left_out_by, ", ".join(self.left_out))
+            # checkpoint_components leaves it out of every checkpoint, which is no surprise.
+            level = logging.WARNING if self.left_out_by == "load_components" else logging.INFO
+            logger.log(level, "not restored (%s): %s", self.left_out_by, ", ".join(self.left_out))
         for name in self.changed_parts:
             logger.warning(
                 "the %s is not the one of the checkpoint: %s, it was %s",

@@ -97,6 +97,8 @@ class Saver:
         if not self._replaces:
             return
         self._replaces = False
+        if self._trainer.env.rank:  # the others meet rank 0 before any of them saves
+            return
         folder = set_aside(self.manager.output_dir)
         if folder is not None:
             logger.warning("the checkpoints of an earlier run are now in %s", folder)
@@ -234,8 +236,8 @@ class Saver:
         """After an error: let the save under way end; its own failure is only logged."""
         try:
             saved = self.background.collect()
-        except Exception:
-            logger.exception("the last save failed")
+        except Exception as error:
+            logger.error("the last save failed: %s", error)
             return
         if saved is not None:
             self._trainer.bus.fire_to_all(

@@ -30,7 +30,7 @@ Pair = namedtuple("Pair", "left right")
         torch.tensor([2**63 - 1]),
         torch.randn(3, requires_grad=True),
     ],
-    ids=str,
+    ids=lambda t: f"{t.dtype}-{list(t.shape)}",
 )
 def test_a_tensor_keeps_shape_type_and_bits(tensor: torch.Tensor) -> None:
     # The odd one in front shifts it to where it would not be aligned by itself.

@@ -28,14 +28,17 @@ class InfoCallback(TrainerCallback):
             return
         total = sum(p.numel() for p in model.parameters())
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        batch = args.per_device_train_batch_size * train_dataloader.deal.accumulation
-        parts = f"{train_dataloader.deal.accumulation} micro-batches"
+        deal = train_dataloader.deal
+        batch = args.per_device_train_batch_size * deal.accumulation * deal.world_size
+        parts = f"{deal.accumulation} micro-batches"
+        if deal.world_size > 1:
+            parts += f" on each of {deal.world_size}"
         steps = f"{state.max_steps:,}" if state.max_steps else "as long as data and clock allow"
         lines = [
             ("model", f"{type(model).__name__}, {total:,} parameters ({trainable:,} trained)"),
             ("batch", f"{batch:,} samples a step ({parts})"),
             ("steps", f"{steps}, from {state.global_step:,}"),
-            ("device", str(trainer.strategy.device)),
+            ("device", _devices(trainer.strategy, args.world_size)),
             ("seed", str(state.seed)),
             ("output", str(args.output_dir)),
         ]
@@ -43,3 +46,9 @@ class InfoCallback(TrainerCallback):
             lines += [("arguments", args.to_json_string()), ("modules", repr(model))]
         for label, text in lines:
             print(f"{label:>8}  {text}", file=sys.stderr, flush=True)
+
+
+def _devices(strategy: Any, world_size: int) -> str:
+    if world_size == 1:
+        return str(strategy.device)
+    return f"{strategy.device} and {world_size - 1} more ranks ({strategy.name})"
