@@ -29,7 +29,7 @@ from headway.testing.proofs.rank_training import (
     VARIANTS,
     Plan,
 )
-from headway.testing.proofs.remains import Ending, Shared, find_loss, read_ending
+from headway.testing.proofs.remains import Ending, Shared, find_loss, newest_step, read_ending
 
 LIMIT_S = 10.0
 """How long the other ranks may live after one has failed."""
@@ -94,7 +94,7 @@ def choose_trial(seed: int, number: int) -> Trial:
         step=chance.randint(0, MAX_STEPS - 5),
         delay_s=chance.random() * 0.1,
         error=chance.randrange(len(ERRORS)),
-        operation=chance.randint(1, 10),
+        operation=chance.randint(1, 16),
     )
     frozen_after_s = REAL_FROZEN_AFTER_S
     if fault == "stop" and number // len(_FAULTS) % _REAL_EVERY:
@@ -198,6 +198,7 @@ class Fault:
         problem = problem or find_loss(place / "out", read_numbers(place, plan), 0, SAVE_STEPS)
         if problem:
             return f"{problem}: {tail(place)}"
+        resumes = newest_step(place / "out") > 0
         # Every other time as a launcher's restart, at the store of the attempt before.
         count = "1"
         if plan.step % 2:
@@ -208,7 +209,8 @@ class Fault:
             return f"the next start {problem}"
         if read_ending(place / "out") != self._arena.undisturbed(plan.variant):
             return "the run that resumed ended differently from an undisturbed one"
-        self._outcome.counts["resumed and ended as undisturbed"] += 1
+        self._outcome.counts["ended as undisturbed at the next start"] += 1
+        self._outcome.counts["of these, from a checkpoint"] += resumes
         return None
 
     def _await_ends(self, job: ForkedJob) -> str | None:

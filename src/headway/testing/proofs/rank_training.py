@@ -39,7 +39,7 @@ PRELOAD = (
     "headway.strategies.fsdp2",
     "headway.strategies.pipeline.strategy",
 )
-MAX_STEPS, SAVE_STEPS = 10, 3
+MAX_STEPS, SAVE_STEPS = 12, 3
 _BATCH, _NUM_SAMPLES, _LAYERS = 4, 10, 4
 _CLASSES: dict[str, Any] = {"ddp": DDPTrainer, "fsdp2": FSDP2Trainer, "pipeline": PipelineTrainer}
 
