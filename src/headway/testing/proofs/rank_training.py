@@ -154,7 +154,9 @@ class Culprit:
         plan = self._plan
         if not self._waits:
             return
-        self._armed = self._armed or (step is not None and step >= plan.step)
+        # Before the first step there is only one such moment.
+        early = place == plan.place and place in ("on_init_end", "on_train_begin")
+        self._armed = self._armed or early or (step is not None and step >= plan.step)
         if not self._armed:
             return
         if place == plan.place:
@@ -185,9 +187,7 @@ class Culprit:
 
         def handler(event: str) -> Callable[..., None]:
             def handle(_: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                # Before the first step there is only one such moment.
-                early = event in ("on_init_end", "on_train_begin")
-                culprit.reach(event, culprit._plan.step if early else state.global_step)
+                culprit.reach(event, state.global_step)
 
             return handle
 
