@@ -138,6 +138,56 @@ def test_runs_repeat_stand_ins_weigh_nothing_and_all_ranks_sample_alike():
         assert found["padding"][0] == found["padding"][1]
 
 
+# -- a model_init that draws its own numbers ------------------------------------------------------
+
+
+def draw_apart(family, model):
+    """Each rank's values after two steps, and what a single process has on rank 0 at the start."""
+    case = Case(family=family, model=model, arguments={"pipeline_size": 2}, steps=2)
+    strategy = make_pipeline(case)
+    source = source_of(case)
+    make = source.make
+
+    def make_by_rank():
+        torch.manual_seed(10 + strategy.context.rank)
+        return make()
+
+    source.make = make_by_rank
+    part = strategy.setup(source)
+    start = {name: p.detach().clone() for name, p in part.named_parameters()}
+    torch.manual_seed(10)
+    wanted = dict(make().named_parameters(remove_duplicate=False))
+    other = [name for name, value in start.items() if not torch.equal(value, wanted[name])]
+    optimizer, objective = torch.optim.AdamW(part.parameters(), lr=1e-2), Objective(part)
+    shard = strategy.data_shard()
+    for batches in batches_of(case):
+        own = [
+            {name: value.chunk(shard.world_size)[shard.rank] for name, value in batch.items()}
+            for batch in batches
+        ]
+        window = Window(own, count(own), 0, 0)
+        loss = strategy.forward_backward(window, objective, count(batches), lambda event: None)
+        strategy.apply(optimizer, loss, strategy.clip(1.0))
+    return other, {name: p.detach().clone() for name, p in part.named_parameters()}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("family", "model", "num_ranks"),
+    [("llama", {"tie_word_embeddings": True}, 2), ("llama", {}, 4), ("decoder", TIED, 2)],
+)
+def test_ranks_that_draw_apart_train_the_values_of_the_first(family, model, num_ranks):
+    by_rank = run_ranks(draw_apart, num_ranks, family, model, timeout_s=120)
+    ends = {}
+    num_shared = 0
+    for other, end in by_rank:
+        assert other == []
+        for name, value in end.items():
+            num_shared += name in ends
+            assert torch.equal(value, ends.setdefault(name, value)), name
+    assert num_shared >= 1, "a tied copy, or a replica"
+
+
 # -- a splitter of one's own --------------------------------------------------------------------
 
 

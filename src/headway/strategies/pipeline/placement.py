@@ -1,7 +1,7 @@
 """A rank's stages with their values, and the weights that several stages share.
 
-Owns: `Tie`, moving stages off the meta device. Does not own: the values (models/initial.py), sums
-of gradients (gradients.py).
+Owns: `Tie`, moving stages off the meta device, the same values on all ranks. Does not own: the
+values (models/initial.py), sums of gradients (gradients.py).
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from headway.models.initial import initial_tensors
 from headway.models.ties import input_embedding_names, listed_ties, split_ties
 from headway.strategies.pipeline.layout import Layout
 from headway.strategies.source import ModelSource
+from headway.strategies.spread import same_on_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +72,14 @@ def fill_stages(
     source: ModelSource,
     device: torch.device,
     *,
+    group: dist.ProcessGroup | None = None,
     debug: bool = False,
 ) -> None:
-    """Give this rank's stages their initial values, on `device`; no other value is kept."""
+    """Give this rank's stages their initial values, on `device`; no other value is kept.
+
+    With the gloo group of all ranks the values are those of its rank 0, whatever `model_init` draws
+    elsewhere; all of them must call it.
+    """
     held: dict[str, Tensor] = {}
     for stage in stages:
         held |= dict(stage.named_parameters(remove_duplicate=False))
@@ -79,7 +87,10 @@ def fill_stages(
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     values: dict[str, Tensor] = {}
-    for name, value in initial_tensors(source, model, [name for name in held if name in known]):
+    asked = [name for name in held if name in known]
+    if group is not None:
+        _draw_alike(group)
+    for name, value in initial_tensors(_OneSource(source, group), model, asked):
         values[name] = value.to(device)
         if debug:
             logger.info("initial value of %s: %s %s", name, list(value.shape), value.dtype)
@@ -90,6 +101,31 @@ def fill_stages(
             made[name] = made[first]
     for stage in stages:
         _put(stage, made)
+
+
+@dataclass(frozen=True)
+class _OneSource:
+    """A source whose whole model is rank 0's, where it cannot be had tensor by tensor."""
+
+    source: ModelSource
+    group: dist.ProcessGroup | None
+
+    @property
+    def weights(self) -> Path | None:
+        return self.source.weights
+
+    def build(self) -> nn.Module:
+        model = self.source.build()
+        if self.group is not None:
+            same_on_all_ranks(model, self.group)
+        return model
+
+
+def _draw_alike(group: dist.ProcessGroup) -> None:
+    """Go on with rank 0's random numbers: a `model_init` may have seeded each rank by itself."""
+    state = torch.get_rng_state()
+    dist.broadcast(state, 0, group=group)
+    torch.set_rng_state(state)
 
 
 def _as_held(held: Tensor, value: Tensor) -> Tensor:

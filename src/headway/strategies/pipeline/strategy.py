@@ -102,7 +102,16 @@ class PipelineStrategy(RankedStrategy):
         ties = find_ties(model, stages, layout)
         if args.debug_split_model:
             self._log_split(stages)
-        fill_stages(own, ties, self._place, model, source, self.device, debug=args.debug_model_init)
+        fill_stages(
+            own,
+            ties,
+            self._place,
+            model,
+            source,
+            self.device,
+            group=self._host,
+            debug=args.debug_model_init,
+        )
         for stage in own:
             if isinstance(stage, CausalLMStage):
                 stage.plain_loss = self._schedule.facts.is_zero_bubble
