@@ -6,6 +6,7 @@ initial values of sharded models (strategies, models/initial.py).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headway.data.fetch import preserve_global_randomness
 from headway.errors import ConfigError
 
 _DTYPES = {
@@ -66,6 +68,24 @@ class ModelSource:
             raise ConfigError("model_init: needed to build the model on the meta device")
         with torch.device("meta"):
             return construct(make, self.default_dtype)
+
+    def describe(self) -> str:
+        """The model's tensors and ties as JSON; empty where only building it could tell."""
+        model = self.model
+        if model is None:
+            try:
+                with preserve_global_randomness():
+                    model = self.build_meta()
+            except Exception:  # it needs values; what else is wrong with it `build` will say
+                return ""
+        first_names: dict[int, str] = {}
+        described = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor):
+                first = first_names.setdefault(id(value), name)
+                tie = "" if first == name else f", tied to {first}"
+                described[f"model: {name}"] = f"{value.dtype} {list(value.shape)}{tie}"
+        return json.dumps(described)
 
     def finish(self, module: nn.Module) -> nn.Module:
         """Prepare a module, the whole model or a part of it, for training."""

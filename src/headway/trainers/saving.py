@@ -151,7 +151,11 @@ class Saver:
             components += trainer.strategy.state_components()
         model = trainer.strategy.unwrap()
         tokenizer_saver = getattr(trainer.processing_class, "save_pretrained", None)
-        progress = {**trainer.state.to_dict(), "fingerprints": self._fingerprints}
+        progress = {
+            **trainer.state.to_dict(),
+            "fingerprints": self._fingerprints,
+            "samples_per_step": self._loader.deal.window_samples,
+        }
         return CheckpointContents(
             model=model,
             optimizer=trainer.optimizer if "optimizer" in kept else None,
@@ -306,8 +310,21 @@ class Saver:
             ),
         )
         report.log()
+        self._compare_steps(loaded.trainer_state.get("samples_per_step"))
         if trainer.env.rank == 0:
             report.write(trainer.args.output_dir)
+
+    def _compare_steps(self, before: Any) -> None:
+        """Another number of ranks makes another step of the same options."""
+        assert self._loader is not None
+        now = self._loader.deal.window_samples
+        if isinstance(before, int) and before != now and self._trainer.env.rank == 0:
+            logger.warning(
+                "an optimizer step takes %d samples now, it took %d in the run that saved the "
+                "checkpoint; set global_batch_size to keep it whatever the number of ranks",
+                now,
+                before,
+            )
 
     def rollback(self, skip_data: bool) -> None:
         """Return to the newest checkpoint of this run."""

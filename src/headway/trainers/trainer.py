@@ -233,8 +233,11 @@ class Trainer(Checkpointing, Evaluation):
             return
         if self.state.seed is None:  # an evaluation comes first
             self._choose_seed(None)
-        strategy = self._make_strategy()
-        model = strategy.setup(self._model_source())
+        strategy, source = self._make_strategy(), self._model_source()
+        if self.env.world_size > 1:
+            # Ranks that build different models would wait for each other for ever.
+            require_equal({"the model": source.describe()})
+        model = strategy.setup(source)
         if self.env.rank:  # after the model, which all ranks draw alike
             seed_all(derive_seed(self.state.seed or 0, self.env.rank))
         if strategy.data_shard().world_size > 1 or self.env.world_size > 1:
