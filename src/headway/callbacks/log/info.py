@@ -28,6 +28,10 @@ class InfoCallback(TrainerCallback):
             return
         total = sum(p.numel() for p in model.parameters())
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        # Sharding renames the class; a rank of a pipeline knows of its own part only.
+        name = type(model).__name__.removeprefix("FSDP")
+        if name == "ModelPart":
+            name = "this rank's part of the model"
         deal = train_dataloader.deal
         batch = args.per_device_train_batch_size * deal.accumulation * deal.world_size
         parts = f"{deal.accumulation} micro-batches"
@@ -35,7 +39,7 @@ class InfoCallback(TrainerCallback):
             parts += f" on each of {deal.world_size}"
         steps = f"{state.max_steps:,}" if state.max_steps else "as long as data and clock allow"
         lines = [
-            ("model", f"{type(model).__name__}, {total:,} parameters ({trainable:,} trained)"),
+            ("model", f"{name}, {total:,} parameters ({trainable:,} trained)"),
             ("batch", f"{batch:,} samples a step ({parts})"),
             ("steps", f"{steps}, from {state.global_step:,}"),
             ("device", _devices(trainer.strategy, args.world_size)),
