@@ -1,6 +1,7 @@
 """The errors Headway raises for a user's mistake, and the wording they share.
 
-Owns: `ConfigError`, did-you-mean hints, the message for an absent extra.
+Owns: `ConfigError`, which errors count as a user's mistake, did-you-mean hints, the message for an
+absent extra.
 Does not own: where in a file a mistake stands (config/), nor how it is printed (cli/).
 """
 
@@ -19,6 +20,21 @@ class ConfigError(ValueError):
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
+
+
+OUT_OF_PLACE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+"""Errors of Python's own that are a user's mistake: a file is not where it was said to be."""
+
+
+def problems_of(error: BaseException) -> list[str] | None:
+    """What to say of a user's mistake, line by line; None for an error that is none."""
+    if isinstance(error, ConfigError):
+        return error.problems
+    if isinstance(error, OUT_OF_PLACE):
+        if error.strerror is None:
+            return [str(error) or type(error).__name__]
+        return [f"{error.filename or ''}: {error.strerror}".lstrip(": ")]
+    return None
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:

@@ -36,6 +36,7 @@ LIMIT_S = 15.0
 DEEDS = """\
 import os, signal, sys, time
 from headway import TrainerCallback
+from headway.errors import ConfigError
 
 RANK = os.environ.get("RANK")  # the launcher looks at this module as well
 FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
@@ -74,6 +75,14 @@ class Stop(_Deed):
 class Break(_Deed):
     def act(self):
         raise ValueError("the fifth step is wrong")
+
+class Mistake(_Deed):
+    def act(self):
+        raise ConfigError("my_option: bad on this rank")
+
+class Misplace(_Deed):
+    def act(self):
+        open("only/elsewhere.bin")
 """
 
 
@@ -285,6 +294,24 @@ def test_a_mistake_that_only_ranks_find_is_told_once(folder: Path) -> None:
     )
     assert code == 2, err
     assert len(errors(err)) == 1 and "Traceback" not in err, err
+
+
+@pytest.mark.parametrize(
+    ("deed", "told"),
+    [
+        ("Mistake", "my_option: bad on this rank"),
+        ("Misplace", "only/elsewhere.bin: No such file or directory (rank 1 on "),
+    ],
+)
+def test_a_mistake_of_one_rank_is_told_once_and_ends_all_without_a_restart(
+    deed: str, told: str, folder: Path
+) -> None:
+    code, _, err = train("--nproc=2", "--max-restarts=2", f"--callbacks=[deeds.{deed}]")
+    assert code == 2, err
+    (line,) = errors(err)
+    assert line.startswith(f"error: {told}")
+    assert "Traceback" not in err, err
+    assert err.count("step 1/8") == 1, "nothing was started again"
 
 
 def under_torchrun(*words: str) -> subprocess.CompletedProcess[str]:

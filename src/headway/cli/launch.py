@@ -326,6 +326,9 @@ class _Supervisor:
                 how = signal.Signals(-code).name
                 told.insert(0, f"torchrun was ended by {how}, and with it its ranks")
             say_error([reason for reason in told if reason][:1] or ["a rank failed"])
+        elif answer == 2 and all(end.victim for end in ends):
+            # It was told on the machine of the rank that made the mistake.
+            say_error([end.reason for end in ends if end.reason][:1])
         return answer
 
 

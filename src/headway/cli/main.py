@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from headway import __version__
 from headway.cli.messages import logging_to_stderr, say_error
-from headway.errors import ConfigError, nearest, unknown
+from headway.errors import ConfigError, nearest, problems_of, unknown
 
 VERBS = {
     "demo": "train a small model on the standard library's source, in about two minutes",
@@ -34,8 +34,6 @@ VERBS = {
     "schema": "the JSON Schema of a run file",
     "doctor": "what this machine has, and what to do about what it lacks",
 }
-
-OUT_OF_PLACE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 
 logger = logging.getLogger("headway.cli")
 
@@ -82,10 +80,9 @@ def explain(error: BaseException) -> tuple[list[str] | None, int]:
     """What to say of an error, line by line, and the exit code; None stands for a traceback."""
     if isinstance(error, KeyboardInterrupt):
         return ["interrupted"], 130
-    if isinstance(error, ConfigError):
-        return error.problems, 2
-    if isinstance(error, OUT_OF_PLACE):
-        return [f"{error.filename or ''}: {error.strerror}".lstrip(": ")], 2
+    problems = problems_of(error)
+    if problems is not None:
+        return problems, 2
     if _is_checkpoint_error(error):
         return str(error).splitlines(), 1
     return None, 1

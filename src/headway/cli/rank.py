@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -17,18 +18,20 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-from headway.cli.main import OUT_OF_PLACE, explain
+from headway.cli.main import explain
 from headway.cli.messages import say_error
 from headway.dist.env import detect_env
 from headway.dist.exits import code_for_torchrun, is_launched, note_exit, note_start
 from headway.dist.watch import end_process, say
-from headway.errors import ConfigError
+from headway.errors import OUT_OF_PLACE, ConfigError, problems_of
 
 # How soon a rank misses the process that started it, and how long it then leaves it to the watch
 # over the store, which says more of what became of the launcher.
 _LOOK_S, _LEFT_TO_WATCH_S = 1.0, 5.0
 
 Job = TypeVar("Job")
+
+logger = logging.getLogger("headway.cli")
 
 
 def run_as_rank(load: Callable[[], tuple[Job, dict[str, Any]]], work: Callable[[Job], int]) -> int:
@@ -82,7 +85,7 @@ def _work(load: Callable[[], tuple[Job, dict[str, Any]]], work: Callable[[Job], 
     try:
         job, options = load()
     except (ConfigError, *OUT_OF_PLACE) as error:
-        problems = explain(error)[0] or [str(error)]
+        problems = problems_of(error) or [str(error)]
 
     from headway.dist.failure import guard_run
     from headway.dist.group import cleanup_distributed, init_distributed
@@ -104,14 +107,19 @@ def _tell(error: BaseException, rank: int) -> tuple[int, str, bool]:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1, "", False
     if isinstance(error, PeerFailure):
+        if error.kind == "mistake":
+            return 2, str(error), True  # told by the rank that made it
         if first_to_say(str(error)):
             say_error([str(error)])
-        return (2 if error.kind == "mistake" else 1), str(error), True
+        return 1, str(error), True
     problems, code = ([str(error)], 1) if isinstance(error, RendezvousError) else explain(error)
     if problems is not None:
+        logger.debug("the error in full", exc_info=error)
         common = isinstance(error, CommonMistake)
         if rank == 0 if common else first_to_say("\n".join(problems)):
-            say_error(problems)
+            # Machines differ in their files.
+            where = f" (rank {rank} on {socket.gethostname()})"
+            say_error([p + where * isinstance(error, OUT_OF_PLACE) for p in problems])
         return code, problems[0], False
     line = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
     watch = current_watch()

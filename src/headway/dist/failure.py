@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from headway.dist.watch import Failure, Watch
-from headway.errors import ConfigError
+from headway.errors import problems_of
 
 # What torch says when the rank at the other end is gone, over gloo and over NCCL.
 _PEER_LOST = (
@@ -97,8 +97,11 @@ def tell_failure(error: BaseException) -> None:
     watch = current_watch()
     if watch is None or isinstance(error, PeerFailure):
         return
-    kind = "mistake" if isinstance(error, ConfigError) else "error"
-    watch.report(Failure(watch.rank, _first_line(error), kind))  # type: ignore[arg-type]
+    mistakes = problems_of(error)
+    if mistakes is None:
+        watch.report(Failure(watch.rank, _first_line(error), "error"))
+    else:
+        watch.report(Failure(watch.rank, "; ".join(mistakes), "mistake"))
 
 
 def _first_line(error: BaseException) -> str:
