@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.dist.agreement import CommonMistake, exchange, spell_ranks
 from headway.errors import ConfigError, unknown
 
 logger = logging.getLogger(__name__)
@@ -205,20 +206,42 @@ def _reduce_over_ranks(steps: dict[int, dict[str, _Entry]], reduce: Reduce) -> N
         for name, entry in sorted(steps[step].items()):
             if entry.reduce_type is not None:
                 by_type.setdefault(entry.reduce_type, []).append((f"{step} {name}", entry))
-    listed = [f"{kind} {what}" for kind in sorted(by_type) for what, _ in by_type[kind]]
+    listed = [f"{kind.value} {what}" for kind in sorted(by_type) for what, _ in by_type[kind]]
     # Ranks that bring different metrics would add up unlike things, or wait for ever.
     digest = float(zlib.crc32("\n".join(listed).encode()))
     largest, smallest = reduce(torch.tensor([digest, -digest], dtype=torch.float64), "max").tolist()
     if largest != -smallest:
-        raise ConfigError(
-            "the ranks recorded different metrics with a reduce type; record such a metric on "
-            f"every rank at the same step (here: {', '.join(listed[:8])})"
-        )
+        raise CommonMistake(_find_partial(_exchange_lists(listed)))
     for kind in sorted(by_type):
         entries = [entry for _, entry in by_type[kind]]
         joined = reduce(torch.stack([_wide(entry.value) for entry in entries]), kind.value)
         for entry, value in zip(entries, joined.unbind()):
             entry.value = value
+
+
+def _exchange_lists(listed: list[str]) -> list[list[str]]:
+    """What every rank recorded, by rank; this rank's alone where ranks are no process group."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return exchange(listed)
+    return [listed]
+
+
+def _find_partial(lists: list[list[str]]) -> list[str]:
+    """One problem per metric that some rank lacks; the first step where it does."""
+    must = "record a metric with a reduce type on every rank at the same step, with the same type"
+    problems: dict[tuple[str, str], str] = {}
+    for what in dict.fromkeys(what for listed in lists for what in listed):
+        kind, step, name = what.split(" ", 2)
+        having = [rank for rank, listed in enumerate(lists) if what in listed]
+        lacking = [rank for rank in range(len(lists)) if rank not in having]
+        if lacking:
+            problems.setdefault(
+                (kind, name),
+                f"metric {name!r} ({kind}) was recorded at step {step} on {spell_ranks(having)} "
+                f"and not on {spell_ranks(lacking)}; {must}",
+            )
+    shown = ", ".join(lists[0][:8])
+    return [*problems.values()] or [f"the ranks recorded different metrics; {must} (here: {shown})"]
 
 
 def _wide(value: Value) -> Tensor:
