@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from headway.args import FSDP2TrainingArguments
 from headway.data.counting import count_targets
+from headway.data.loader import WindowLoader
 from headway.data.windows import Window
 from headway.dist import init_distributed, seed_all
+from headway.dist.agreement import exchange
 from headway.errors import ConfigError
 from headway.models import load_causal_lm, save_pretrained
 from headway.models.initial import blank_causal_lm
@@ -437,3 +439,57 @@ def _withhold() -> dict[str, Any]:
 def test_a_share_that_is_not_finite_and_a_stand_in_change_nothing() -> None:
     for facts in run_ranks(_withhold, 2):
         assert facts == {"finite": False, "untouched": True, "fillers": True}
+
+
+class _Normed(nn.Module):
+    """Keeps a running mean of its data, and a table that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(300, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 300)
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+
+    def forward(self, input_ids: torch.Tensor, **inputs: Any) -> dict[str, torch.Tensor]:
+        hidden = self.norm(self.embed(input_ids).transpose(1, 2)).transpose(1, 2)
+        return {"logits": self.head(hidden)}
+
+
+def _mean_loss(outputs: Any, labels: Any, num_items_in_batch: Any) -> torch.Tensor:
+    return outputs["logits"].square().sum() / num_items_in_batch
+
+
+def _meet() -> dict[str, Any]:
+    rank = init_distributed(use_cpu=True).rank
+    strategy = _strategy()
+    model = strategy.setup(ModelSource(make=_Normed))
+    model.table.fill_(rank)
+    objective = Objective(model, _mean_loss)
+
+    def means() -> list[list[float]]:
+        return [exchange(model.norm.running_mean.tolist()), exchange(model.table.tolist())]
+
+    seen = []
+    data = tiny_dataset(4, sequence_length=12)
+    loader = WindowLoader(data, batch_size=2, collate_fn=_stack, rank=rank, world_size=2)
+    for meet in (strategy.before_save, lambda: next(strategy.feed(loader, training=False))):
+        window, num_targets = _windows(rank, 2, 1)[0]
+        strategy.forward_backward(window, objective, num_targets, _ignore)
+        before = means()
+        meet()
+        seen.append((before, means()))
+    return {"seen": seen, "batches": int(model.norm.num_batches_tracked)}
+
+
+def _stack(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor([sample["input_ids"] for sample in samples])}
+
+
+def test_buffers_are_those_of_the_first_rank_in_a_save_and_in_an_evaluation() -> None:
+    for facts in run_ranks(_meet, 2):
+        assert facts["batches"] == 2
+        for (means, _), (joined, tables) in facts["seen"]:
+            assert means[0] != means[1], "each rank has its own data"
+            assert joined == [means[0], means[0]]
+            assert tables == [[0.0, 0.0], [1.0, 1.0]], "in no checkpoint, and left alone"

@@ -14,6 +14,7 @@ from headway.checkpoint import CheckpointContents, CheckpointManager
 from headway.checkpoint.distributed import DistributedRanks
 from headway.data.windows import Window
 from headway.dist import init_distributed
+from headway.dist.agreement import exchange
 from headway.errors import ConfigError
 from headway.models.hf import load_pretrained
 from headway.strategies.objective import Objective
@@ -259,6 +260,59 @@ def classify():
 def test_a_splitter_of_ones_own():
     for piped, alone in run_ranks(classify, 2, timeout_s=60):
         assert piped == pytest.approx(alone, rel=1e-6)
+
+
+class NormedTower(Tower):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(24)
+
+
+class NormedLower(Lower):
+    def __init__(self, tower):
+        super().__init__(tower)
+        self.norm = tower.norm
+
+    def forward(self, x):
+        return self.norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
+
+
+def meet():
+    """The running mean of every rank before pipelines meet and after, for a save and a feed."""
+    from headway.data.loader import WindowLoader
+    from headway.strategies.source import ModelSource
+
+    case = Case(arguments={"pipeline_size": 2})
+    strategy = make_pipeline(case, splitter=lambda model, num: [NormedLower(model), Upper(model)])
+    model = strategy.setup(ModelSource(make=NormedTower))
+    shard = strategy.data_shard()
+    draw = torch.Generator().manual_seed(shard.rank)
+    batch = {"input_ids": torch.randint(0, 258, (4, 6), generator=draw)}
+    batch["labels"] = torch.arange(4) % 3
+    samples = [{"input_ids": [n] * 6, "labels": 0} for n in range(8)]
+    place = {"rank": shard.rank, "world_size": shard.world_size}
+    loader = WindowLoader(samples, batch_size=4, collate_fn=stack, shuffle=False, **place)
+
+    def means():
+        own = dict(model.named_buffers()).get("norm.running_mean")
+        return [mean for mean in exchange(None if own is None else own.tolist()) if mean]
+
+    seen = []
+    for act in (strategy.before_save, lambda: next(strategy.feed(loader, training=False))):
+        window = Window([batch], 4, 0, 0)
+        strategy.forward_backward(window, Objective(model), 8, lambda event: None)
+        before = means()
+        act()
+        seen.append((before, means()))
+    return seen
+
+
+@pytest.mark.timeout(120)
+def test_pipelines_have_the_buffers_of_the_first_in_a_save_and_in_an_evaluation():
+    for found in run_ranks(meet, 4, timeout_s=90):
+        for means, joined in found:
+            assert means[0] != means[1], "each pipeline has its own data"
+            assert joined == [means[0], means[0]]
 
 
 # -- checkpoints --------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from headway.args import FSDP2Arguments, FSDP2TrainingArguments
 from headway.checkpoint.sharding import local_tensor
+from headway.data.loader import WindowLoader
 from headway.data.windows import Window
 from headway.dist.group import DistributedContext
 from headway.errors import ConfigError, unknown
@@ -34,7 +35,12 @@ from headway.models.generation import generate
 from headway.strategies.base import EvalStep, Notify
 from headway.strategies.blocks import find_blocks
 from headway.strategies.objective import Objective
-from headway.strategies.ranked import RankedStrategy, own_targets, spread_nonfinite
+from headway.strategies.ranked import (
+    RankedStrategy,
+    join_buffers,
+    own_targets,
+    spread_nonfinite,
+)
 from headway.strategies.source import ModelSource
 from headway.strategies.spread import fill_shards, plan_streaming, same_on_all_ranks
 
@@ -65,6 +71,7 @@ class FullyShardedStrategy(RankedStrategy):
         self._parameters: list[nn.Parameter] = []
         self._sharded: list[FSDPModule] = []
         self._mesh: DeviceMesh | None = None
+        self.before_save = self._join_buffers
 
     # -- setting up -------------------------------------------------------------------------
 
@@ -151,6 +158,16 @@ class FullyShardedStrategy(RankedStrategy):
                 "fsdp2.buffer_dtype: positions lose their meaning below float32; %s as they are",
                 ", ".join(kept[:4]) + (" and more stay" if len(kept) > 4 else " stay"),
             )
+
+    # -- data -------------------------------------------------------------------------------
+
+    def feed(self, loader: WindowLoader, *, training: bool = True) -> Iterator[Window]:
+        if not training:
+            self._join_buffers()
+        return super().feed(loader, training=training)
+
+    def _join_buffers(self) -> None:
+        join_buffers(self.unwrap(), self._host)
 
     # -- the step ---------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """What all strategies of several ranks have in common.
 
-Owns: talking over the process groups of training (sums, decisions), feeding data to ranks, and the
-step that all ranks take or all withhold. Does not own: how a model is spread (the strategies).
+Owns: talking over the process groups of training (sums, decisions), feeding data to ranks, buffers
+that are made equal where ranks meet, and the step that all ranks take or all withhold. Does not
+own: how a model is spread (the strategies).
 """
 
 from __future__ import annotations
@@ -115,6 +116,34 @@ class RankedStrategy(Strategy):
 
     def state_components(self) -> list[StateComponent]:
         return []
+
+
+@torch.no_grad()
+def join_buffers(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give all ranks of a gloo group the buffers that its first rank would save.
+
+    Such as running means, which every rank has of its own data. Buffers that are in no state dict
+    follow from the configuration and are the same anyway.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    first = dist.get_global_rank(group, 0)
+    for buffer in saved_buffers(model):
+        if buffer.numel():
+            value = buffer.cpu().contiguous()
+            # As bytes: gloo does not know every dtype.
+            dist.broadcast(value.reshape(-1).view(torch.uint8), first, group=group)
+            buffer.copy_(value)
+
+
+def saved_buffers(model: nn.Module) -> list[Tensor]:
+    """The buffers that are in the state dict, each once, in the order of their names."""
+    found: dict[int, Tensor] = {}
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                found.setdefault(id(buffer), buffer)
+    return list(found.values())
 
 
 def own_targets(window: Window, number: int) -> int | Tensor:

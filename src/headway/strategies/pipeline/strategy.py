@@ -35,7 +35,7 @@ from headway.strategies.pipeline.running import ScheduleRunner, Task
 from headway.strategies.pipeline.schedules import find_schedule
 from headway.strategies.pipeline.splitter import ModelSplitter, check_stages, split_automatically
 from headway.strategies.pipeline.stages import StageCall
-from headway.strategies.ranked import RankedStrategy
+from headway.strategies.ranked import RankedStrategy, join_buffers
 from headway.strategies.source import ModelSource
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class PipelineStrategy(RankedStrategy):
         self._last_place = self.layout.rank_of(self.layout.num_stages - 1)
         self._groups = make_groups(self.layout, context.rank, self._host, on_host=not self._moves)
         self._part: ModelPart | None = None
+        self.before_save = self._join_buffers
         if args.debug_pipeline:
             logger.info(
                 "pipeline: schedule %s, %d micro-batches, %s; rank %d is place %d of pipeline %d",
@@ -181,12 +182,18 @@ class PipelineStrategy(RankedStrategy):
         return self._groups.data
 
     def feed(self, loader: WindowLoader, *, training: bool = True) -> Iterator[Window]:
+        if not training:
+            self._join_buffers()
         first = True
         for window in super().feed(loader, training=training):
             if first:
                 self._require_same_batch(window)
                 first = False
             yield window
+
+    def _join_buffers(self) -> None:
+        """Leave no difference between pipelines: the first one's buffers."""
+        join_buffers(self.unwrap(), self._groups.data)
 
     def _require_same_batch(self, window: Window) -> None:
         """Ranks of one pipeline that read different data would train on nonsense, silently."""
