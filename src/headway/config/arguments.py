@@ -83,9 +83,12 @@ def find_problems(args: Arguments, *, check_pending: bool = True) -> list[Proble
     """Wrong types, broken rules and options not available yet, in that order."""
     problems = conform_fields(args)
     mistyped = {option for problem in problems for option in problem.options}
-    problems += rules.find_broken(args, skip=mistyped)
+    broken = rules.find_broken(args, skip=mistyped)
+    problems += broken
     if check_pending:
-        problems += pending.find_pending(args, skip=mistyped)
+        # A value that is refused anyway is not one to wait for.
+        refused = {problem.options[0] for problem in broken if problem.options}
+        problems += pending.find_pending(args, skip=mistyped | refused)
     return problems
 
 
