@@ -130,11 +130,12 @@ def reconcile(accelerator: Accelerator, args: Any) -> None:
 
 def _reconcile_precision(accelerator: Accelerator, args: Any) -> None:
     if args.mixed_precision not in (None, "no"):
-        logger.warning(
-            "mixed_precision=%r is ignored in AccelTrainer: the Accelerator's, %r, counts",
-            args.mixed_precision,
-            str(accelerator.mixed_precision),
-        )
+        if args.mixed_precision != str(accelerator.mixed_precision):
+            logger.warning(
+                "mixed_precision=%r is ignored in AccelTrainer: the Accelerator's, %r, counts",
+                args.mixed_precision,
+                str(accelerator.mixed_precision),
+            )
         args.mixed_precision = None
     lost = accelerator.mixed_precision == "fp16" and accelerator.scaler is None
     if lost and distributed_type(accelerator) != DEEPSPEED:

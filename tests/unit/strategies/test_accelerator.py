@@ -210,6 +210,15 @@ def test_mixed_precision_is_ignored_with_a_warning(
     assert "mixed_precision='bf16' is ignored" in messages_of(caplog)
 
 
+def test_mixed_precision_that_agrees_is_no_warning(
+    make: MakeAccelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = AccelTrainingArguments()
+    args.mixed_precision = "bf16"
+    reconcile(make(mixed_precision="bf16"), args)
+    assert not messages_of(caplog)
+
+
 def test_fp16_without_effect_is_said(
     make: MakeAccelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
