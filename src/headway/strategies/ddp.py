@@ -8,9 +8,10 @@ without needless reductions, keeping buffers equal where ranks meet. Does not ow
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -31,6 +32,10 @@ from headway.strategies.local_sgd import LocalSGD
 from headway.strategies.objective import Objective
 from headway.strategies.ranked import RankedStrategy, own_targets, spread_nonfinite
 from headway.strategies.source import ModelSource
+
+# torch's words when parameters had no part in a step, and where it lists them.
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+_NUMBERS = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
 class DistributedDataParallelStrategy(RankedStrategy):
@@ -136,7 +141,8 @@ class DistributedDataParallelStrategy(RankedStrategy):
             own = own_targets(window, number)
             reduces = number == num_batches - 1 and not local
             with nullcontext() if reduces else wrapped.no_sync():
-                loss = objective.loss(wrapped, self._move(batch), num_targets, own)
+                with _naming_unused_parameters(self.unwrap()):
+                    loss = objective.loss(wrapped, self._move(batch), num_targets, own)
                 if number >= num_batches - window.num_fillers:
                     # A mean over nothing is not a number.
                     loss = loss.nan_to_num(0.0, 0.0, 0.0) * 0
@@ -213,6 +219,27 @@ class _Held(nn.Module):
         # A gradient of zero for every parameter, the last one first, as in a real backward; the
         # model itself, its buffers and the generators are left alone.
         return sum(p.sum() * 0 for p in self.module.parameters() if p.requires_grad)
+
+
+@contextmanager
+def _naming_unused_parameters(model: nn.Module) -> Iterator[None]:
+    """torch's complaint about parameters without a gradient, with the option that helps."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _UNFINISHED not in str(error):
+            raise
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        named = [n for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
+        listed = _NUMBERS.search(str(error))
+        numbers = [int(number) for number in listed[1].split()] if listed else []
+        names = [named[number] for number in numbers if number < len(named)]
+        shown = f" ({', '.join(names[:8])}{', ...' * (len(names) > 8)})" if names else ""
+        raise ConfigError(
+            "ddp.find_unused_parameters: False given, but the last step left parameters of the "
+            f"model without a gradient{shown}; set it to True, or freeze or remove what takes no "
+            "part in the loss"
+        ) from error
 
 
 def wrapper_options(args: DDPArguments) -> dict[str, Any]:
