@@ -6,6 +6,7 @@ Does not own: reading run files (config), the parts themselves.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from functools import partial
@@ -41,7 +42,8 @@ def build_trainer(run: RunConfig) -> Trainer:
     tokenizer = build_tokenizer(run)
     train_dataset, eval_dataset = build_datasets(run, tokenizer)
     return _trainer_class(run)(
-        args=run.args,
+        # What gives way to an Accelerator made from it still belongs to the run.
+        args=copy.copy(run.args) if run.trainer == "accelerate" else run.args,
         model_init=build_model_init(run),
         data_collator=build_collator(run, tokenizer),
         train_dataset=train_dataset,
