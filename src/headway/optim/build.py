@@ -29,8 +29,14 @@ def build_optimizer(
     cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
     groups: OptimizerGroups | None = None,
 ) -> Optimizer:
-    """Build the optimizer over the model's trainable parameters."""
+    """Build the optimizer over the model's trainable parameters.
+
+    A part of a model that is trained elsewhere (`trains_elsewhere`) may have none: its optimizer
+    has one empty group.
+    """
     param_groups = make_groups(model.named_parameters(), groups, debug=args.debug_optimizer_groups)
+    if not param_groups and getattr(model, "trains_elsewhere", False):
+        param_groups = [{"params": [], "param_names": []}]
     if not param_groups:
         raise ConfigError(
             f"the model {type(model).__name__} has no parameter that requires a gradient"

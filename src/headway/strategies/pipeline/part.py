@@ -35,6 +35,8 @@ class ModelPart(_Branch):
         self.config = getattr(model, "config", None)
         self.stands_for = type(model)
         """The class of the whole model."""
+        self.trains_elsewhere = any(p.requires_grad for p in model.parameters())
+        """Whether the whole model is trained, though all layers here may be frozen."""
         self._hf_config = hf_config_of(model)
         self._num_matmul_parameters = count_matmul_parameters(model)
         self._tied_weights_keys = {

@@ -65,7 +65,11 @@ class _Running(nn.Module):
         number = int(piece)
         if self._call.is_last:
             return task.loss(self._call, x, number)
-        return self._call.run(x, task.pieces[number])
+        out = self._call.run(x, task.pieces[number])
+        if out.requires_grad or not torch.is_grad_enabled():
+            return out
+        # All layers up to here are frozen; schedules run a backward through every stage.
+        return out + torch.zeros((), dtype=out.dtype, device=out.device, requires_grad=True)
 
 
 class _Stage(PipelineStage):
