@@ -1,6 +1,7 @@
 """The fault harness does what it says, so that the proofs prove something."""
 
 import errno
+import signal
 
 import pytest
 
@@ -140,4 +141,11 @@ def test_a_fork_server_reports_how_its_children_end(tmp_path):
         server.start("signal:pause")
         server.kill()
         assert server.wait() == -9
+        first, second = server.start("signal:pause"), server.start("signal:pause")
+        assert server.wait_any(0) == set()
+        server.kill(second, signal.SIGTERM)
+        assert server.wait_any(60) == {second}
+        assert server.wait(second) == -signal.SIGTERM
+        server.kill(first)
+        assert server.wait(first) == -9
     assert "JSONDecodeError" in log.read_text()
