@@ -308,9 +308,16 @@ def versions() -> dict[str, str]:
 
 def _tell_others(watch: Watch, error: BaseException | None) -> None:
     """Report an error that nobody guarded against."""
-    if error is not None and watch.failure is None:
-        first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
-        watch.report(Failure(watch.rank, first_line, "error"))
+    from headway.dist.failure import PeerFailure
+
+    if error is None or watch.failure is not None:
+        return
+    if isinstance(error, PeerFailure):
+        # Learned from the other rank itself, whose own report may still be on its way.
+        watch.report(Failure(error.rank, error.reason, error.kind))
+        return
+    first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
+    watch.report(Failure(watch.rank, first_line, "error"))
 
 
 def _greet(facts: DistributedEnv, problems: list[str], card: str) -> dict[str, Any]:
