@@ -56,9 +56,12 @@ class Evaluation(TrainerCallback):
         print("evaluated after", self.batches, file=sys.stderr, flush=True)
 
 class Save(TrainerCallback):
-    held = False
+    stepped = held = False
+    def on_step_end(self):
+        self.stepped = True
     def state_dict(self):
-        if not self.held:
+        # Also asked for its size before the first step.
+        if self.stepped and not self.held:
             self.held = True
             hold()
         return {}
