@@ -110,8 +110,11 @@ def _first_line(error: BaseException) -> str:
 
 def is_peer_loss(error: BaseException) -> bool:
     """Whether an error, or what caused it, is how torch reports the loss of another rank."""
+    chain: list[BaseException] = []
     seen: BaseException | None = error
-    while seen is not None:
+    # Whoever raises a cause anew makes a circle.
+    while seen is not None and not any(seen is known for known in chain):
+        chain.append(seen)
         # An OSError is a connection of the user's own, to a data server perhaps.
         if isinstance(seen, RuntimeError):
             text = str(seen).lower()

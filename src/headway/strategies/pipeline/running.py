@@ -9,6 +9,7 @@ pass. The loss is the last stage's own share of the window's, so nothing is scal
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,13 @@ class ScheduleRunner:
         self.task = task
         try:
             made.step(*args, piece=self._numbers, return_outputs=False, **last)
+        except RuntimeError as error:
+            # torch wraps what a stage raises in a text about shapes; users know the error inside.
+            if not isinstance(error.__cause__, Exception):
+                raise
+            cause, error.__cause__ = error.__cause__, None  # not a circle of causes
+            cause.add_note(inspect.cleandoc(str(error)))
+            raise cause from None
         finally:
             self.task = None
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
