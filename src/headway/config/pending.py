@@ -30,7 +30,6 @@ PENDING: dict[str, str] = {
     "sdpa_set_priority": PRECISION,
     "float32_matmul_precision": PRECISION,
     "dynamo_recompile_limit": PRECISION,
-    "mixed_precision": PRECISION,
     "fp8_recipe": PRECISION,
     "fp8_dim_alignment": PRECISION,
     "qat_recipe": PRECISION,
@@ -45,7 +44,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "report_to": (["none"], []),
     "torch_compile_backend": ("inductor",),
     "torch_compile_mode": ("default",),
-    "mixed_precision": ("no",),
 }
 
 
@@ -55,8 +53,6 @@ def find_pending(args: Any, *, skip: Collection[str] = ()) -> list[Problem]:
     for option, capability in PENDING.items():
         if not hasattr(args, option) or option in skip:
             continue
-        if option == "mixed_precision" and args.strategy_name == "accelerate":
-            continue  # precision is the Accelerator's
         value = getattr(args, option)
         if value == default_of(args, option) or value in _HARMLESS.get(option, ()):
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from headway.engine.metrics import GRAD_NORM, LEARNING_RATE, STEP_SKIPPED, TRAIN_LOSS
+from headway.engine.metrics import GRAD_NORM, LEARNING_RATE, LOSS_SCALE, STEP_SKIPPED, TRAIN_LOSS
 from headway.engine.state import TrainerState
 
 
@@ -19,7 +19,7 @@ class Interval:
         self._losses = 0.0
         self._norm_squares = 0.0
         self._max_norm = 0.0
-        self._num_steps = 0
+        self._num_steps = self._num_norms = 0
         self._num_skipped = 0
         self._learning_rate = 0.0
         self._tokens_before = state.num_input_tokens_seen
@@ -30,10 +30,13 @@ class Interval:
         skipped = not math.isfinite(loss + norm)
         metrics[STEP_SKIPPED] = float(skipped)
         self._losses += loss
-        self._norm_squares += norm * norm
-        # max() would lose a NaN that comes second
-        self._max_norm = norm if not norm <= self._max_norm else self._max_norm
         self._num_steps += 1
+        if not (LOSS_SCALE in metrics and skipped and math.isfinite(loss)):
+            # The norm of an overflow says nothing of the gradient.
+            self._num_norms += 1
+            self._norm_squares += norm * norm
+            # max() would lose a NaN that comes second
+            self._max_norm = norm if not norm <= self._max_norm else self._max_norm
         self._num_skipped += skipped
         self._learning_rate = metrics[LEARNING_RATE]
         return skipped
@@ -44,7 +47,7 @@ class Interval:
         record: dict[str, Any] = {
             "epoch": state.epoch,
             "loss": self._losses / steps,
-            "grad_norm": math.sqrt(self._norm_squares / steps),
+            "grad_norm": math.sqrt(self._norm_squares / max(1, self._num_norms)),
             "max_grad_norm": self._max_norm,
             "learning_rate": self._learning_rate,
             "tokens": state.num_input_tokens_seen - self._tokens_before,

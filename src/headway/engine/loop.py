@@ -7,6 +7,7 @@ agreed. Devices belong to the strategy, cadence to the triggers, bytes to the ch
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -24,7 +25,13 @@ from headway.engine.best import update_best
 from headway.engine.counts import count_window
 from headway.engine.events import EventBus
 from headway.engine.interval import Interval
-from headway.engine.metrics import GRAD_NORM, LEARNING_RATE, TRAIN_LOSS, MetricBuffer
+from headway.engine.metrics import (
+    GRAD_NORM,
+    LEARNING_RATE,
+    LOSS_SCALE,
+    TRAIN_LOSS,
+    MetricBuffer,
+)
 from headway.engine.rescue import LastStep
 from headway.engine.signals import SignalRequests
 from headway.engine.state import TrainerState
@@ -207,14 +214,14 @@ class TrainingLoop:
         grad_norm = p.strategy.clip(p.args.max_grad_norm)
         fire("on_pre_optimizer_step")
         self._last_step.update()
-        p.strategy.apply(p.optimizer, loss, grad_norm)
+        taken = p.strategy.apply(p.optimizer, loss, grad_norm)
         fire("on_optimizer_step")
         learning_rate = p.optimizer.param_groups[0]["lr"]
-        if p.scheduler is not None:
+        state.num_input_tokens_seen += totals.num_tokens
+        if p.scheduler is not None and taken:
             p.scheduler.step()
         fire("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=totals.num_tokens)
         state.global_step += 1
-        state.num_input_tokens_seen += totals.num_tokens
         state.total_flos += p.flops_per_token * totals.num_tokens
         self.num_samples += totals.num_samples
         in_epoch = p.loader.epoch_fraction
@@ -222,10 +229,10 @@ class TrainingLoop:
             in_epoch = (state.global_step - state.epoch_start_step) / p.steps_per_epoch
         state.epoch = state.raw_epoch + in_epoch
         self._last_step.reach()
-        p.metrics.record_step(
-            state.global_step,
-            {TRAIN_LOSS: loss, GRAD_NORM: grad_norm, LEARNING_RATE: float(learning_rate)},
-        )
+        measured = {TRAIN_LOSS: loss, GRAD_NORM: grad_norm, LEARNING_RATE: float(learning_rate)}
+        if p.strategy.loss_scale is not None:
+            measured[LOSS_SCALE] = p.strategy.loss_scale.value
+        p.metrics.record_step(state.global_step, measured)
         fire("on_step_end")
 
     def _boundary(self) -> bool:
@@ -318,7 +325,9 @@ class TrainingLoop:
         for step, metrics in p.metrics.flush():
             if GRAD_NORM in metrics:  # a step of the loop, not only records of callbacks
                 if self._interval.add(metrics):
-                    skipped.append(step)
+                    # Looking for the largest scale that fits overflows now and then, by design.
+                    if LOSS_SCALE not in metrics or not math.isfinite(metrics[TRAIN_LOSS]):
+                        skipped.append(step)
                 else:
                     self.losses_sum += metrics[TRAIN_LOSS]
                     self.num_steps += 1

@@ -27,6 +27,7 @@ TRAIN_LOSS = "train/CE loss"
 GRAD_NORM = "optim/total grad norm"
 LEARNING_RATE = "optim/LR (group 0)"
 STEP_SKIPPED = "optim/step skipped"
+LOSS_SCALE = "optim/loss scale"
 PERPLEXITY = "train/PPL"
 
 # One metric, two names: Hugging Face's short one and the namespaced one.

@@ -126,7 +126,7 @@ class AccelerateStrategy(RankedStrategy):
             notify("on_forward_backward_begin")
             own = own_targets(window, number)
             with self._reducing(number == last):
-                with self.accelerator.autocast():
+                with self.accelerator.autocast(), self.train_context():
                     loss = objective.loss(model, self._move(batch), num_targets, own)
                 if number > last - window.num_fillers:
                     loss = loss.nan_to_num(0.0, 0.0, 0.0) * 0
@@ -177,24 +177,25 @@ class AccelerateStrategy(RankedStrategy):
             nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm, foreach=True)
         return norm
 
-    def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
+    def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> bool:
         scaler = self.accelerator.scaler
         if self._zero is not None and self._zero.stage:
             if self.before_apply is not None:
                 self.before_apply()
             self._zero.step()
-            return
+            return True
         if scaler is None:
             # Anything not finite in the two makes their sum so; ranks go by the norm, which is
             # the same on all of them.
             decides = loss + grad_norm if self._alone else grad_norm
-            super().apply(optimizer, loss, decides)
-            return
+            return super().apply(optimizer, loss, decides)
         if self.before_apply is not None:
             self.before_apply()
         scaler.step(optimizer)
+        before = scaler.get_scale()
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
+        return bool(scaler.get_scale() >= before)  # it falls after an overflow and only then
 
     def state_components(self) -> list[StateComponent]:
         if self._zero is not None:

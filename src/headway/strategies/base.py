@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from headway.checkpoint.component import StateComponent
 from headway.data.loader import Window, WindowLoader
+from headway.precision.amp import Context
+from headway.precision.scaler import LossScale
 from headway.strategies.objective import Objective
 from headway.strategies.source import ModelSource
 
@@ -37,6 +40,12 @@ class Strategy(ABC):
 
     name: str
     device: torch.device
+    train_context: Context = nullcontext
+    """Around every forward of training."""
+    eval_context: Context = nullcontext
+    """Around every forward of an evaluation or of sampling."""
+    loss_scale: LossScale | None = None
+    """The factor of the loss in float16; gradients are without it when `forward_backward` ends."""
     before_apply: Callable[[], None] | None = None
     """Called by `apply` before the optimizer changes anything: a save may still be copying."""
     adopt: Callable[[torch.optim.Optimizer], None] | None = None
@@ -80,8 +89,11 @@ class Strategy(ABC):
         """The total gradient norm; gradients are scaled down when it exceeds `max_norm`."""
 
     @abstractmethod
-    def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
-        """Take the optimizer step, unless loss or norm is not finite, and clear the gradients."""
+    def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> bool:
+        """Take the optimizer step, unless loss or norm is not finite, and clear the gradients.
+
+        False where an overflow of scaled gradients withheld it: then the schedule stays as well.
+        """
 
     @abstractmethod
     def reduce(self, value: Tensor, operation: str) -> Tensor:

@@ -27,6 +27,7 @@ from headway.data.windows import Window
 from headway.dist.group import DistributedContext
 from headway.errors import ConfigError
 from headway.models.generation import generate
+from headway.precision.scaler import backward
 from headway.strategies.base import Notify
 from headway.strategies.local_sgd import LocalSGD
 from headway.strategies.objective import Objective
@@ -98,7 +99,9 @@ class DistributedDataParallelStrategy(RankedStrategy):
         another order in the old groups, so that the first step after a resume would differ from
         the same step of a run that was not interrupted.
         """
-        forward().backward()  # type: ignore[no-untyped-call]
+        with self.train_context():
+            loss = forward()
+        loss.backward()  # type: ignore[no-untyped-call]
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -141,18 +144,19 @@ class DistributedDataParallelStrategy(RankedStrategy):
             own = own_targets(window, number)
             reduces = number == num_batches - 1 and not local
             with nullcontext() if reduces else wrapped.no_sync():
-                with _naming_unused_parameters(self.unwrap()):
+                with _naming_unused_parameters(self.unwrap()), self.train_context():
                     loss = objective.loss(wrapped, self._move(batch), num_targets, own)
                 if number >= num_batches - window.num_fillers:
                     # A mean over nothing is not a number.
                     loss = loss.nan_to_num(0.0, 0.0, 0.0) * 0
-                share = spread_nonfinite(loss)
-                share.backward(self._weight.to(share.dtype))  # type: ignore[no-untyped-call]
+                backward(spread_nonfinite(loss) * self._weight.to(loss.dtype), self.loss_scale)
             loss = loss.detach()
             total = loss if total is None else total + loss
             notify("on_forward_backward_end")
             notify("on_substep_end")
         assert total is not None, "a window has at least one micro-batch"
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(self._parameters)
         return total
 
     def clip(self, max_norm: float | None) -> Tensor:
@@ -167,12 +171,13 @@ class DistributedDataParallelStrategy(RankedStrategy):
             return self.reduce(norm, "mean")
         return norm
 
-    def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
+    def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> bool:
         if self._local is not None:
             self._local.before_step(optimizer)
-        super().apply(optimizer, loss, grad_norm)
+        taken = super().apply(optimizer, loss, grad_norm)
         if self._local is not None:
             self._local.after_step()
+        return taken
 
     def _join(self, *, buffers: bool) -> None:
         """Leave no difference between ranks: the mean of the weights, and rank 0's buffers."""
@@ -192,7 +197,8 @@ class DistributedDataParallelStrategy(RankedStrategy):
         return [] if self._local is None else self._local.components()
 
     def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
-        return generate(self.unwrap(), input_ids.to(self.device), **options)
+        with self.eval_context():
+            return generate(self.unwrap(), input_ids.to(self.device), **options)
 
     def unwrap(self) -> nn.Module:
         assert self._model is not None, "setup comes first"

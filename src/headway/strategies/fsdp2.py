@@ -32,6 +32,7 @@ from headway.data.windows import Window
 from headway.dist.group import DistributedContext
 from headway.errors import ConfigError, unknown
 from headway.models.generation import generate
+from headway.precision.scaler import backward
 from headway.strategies.base import EvalStep, Notify
 from headway.strategies.blocks import find_blocks
 from headway.strategies.objective import Objective
@@ -183,17 +184,19 @@ class FullyShardedStrategy(RankedStrategy):
                 is_last = number == count - 1
                 model.set_requires_gradient_sync(is_last)
                 model.set_is_last_backward(is_last)
-            share = objective.loss(
-                model, self._move(batch), num_targets, own_targets(window, number)
-            )
+            batch, own = self._move(batch), own_targets(window, number)
+            with self.train_context():
+                share = objective.loss(model, batch, num_targets, own)
             if number >= count - window.num_fillers:
                 share = share * 0
-            spread_nonfinite(share).backward()  # type: ignore[no-untyped-call]
+            backward(spread_nonfinite(share), self.loss_scale)
             share = share.detach()
             total = share if total is None else total + share
             notify("on_forward_backward_end")
             notify("on_substep_end")
         assert total is not None, "a window has at least one micro-batch"
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(self._parameters)
         return total
 
     def eval_forward(
@@ -258,7 +261,7 @@ class FullyShardedStrategy(RankedStrategy):
         options["generator"] = torch.Generator(self.device).manual_seed(int(seed))
         dtype = self._precision.param_dtype
         # Under autocast the key/value cache has the dtype of the gathered parameters.
-        with torch.autocast(self.device.type, dtype, enabled=dtype in _LOW):
+        with self.eval_context(), torch.autocast(self.device.type, dtype, enabled=dtype in _LOW):
             try:
                 tokens = generate(self.unwrap(), input_ids.to(self.device), **options)
             finally:

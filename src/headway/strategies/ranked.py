@@ -7,7 +7,6 @@ own: how a model is spread (the strategies).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +23,7 @@ from headway.dist.group import DistributedContext, host_group
 from headway.strategies.base import DataShard, EvalStep, Strategy
 from headway.strategies.movement import move_batch
 from headway.strategies.objective import Objective
+from headway.strategies.stepping import take_step
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -94,25 +94,23 @@ class RankedStrategy(Strategy):
     def eval_forward(
         self, batch: Any, objective: Objective, *, with_logits: bool = False
     ) -> EvalStep:
-        return EvalStep(
-            *objective.evaluate(self.called_model(), self._move(batch), with_logits=with_logits)
-        )
+        with self.eval_context():
+            return EvalStep(
+                *objective.evaluate(self.called_model(), self._move(batch), with_logits=with_logits)
+            )
 
     def called_model(self) -> nn.Module:
         """The module whose forward is called: the model with its wrappers, if it has any."""
         return self.unwrap()
 
-    def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
+    def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> bool:
         if self.before_apply is not None:
             self.before_apply()
         # By the norm alone, which is the same on all ranks: ranks that decide differently drift
         # apart for good. A share of the loss that is not finite has made it so as well.
-        if self._reading_waits and getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.found_inf = (grad_norm - grad_norm != 0).float()  # type: ignore[attr-defined]
-            optimizer.step()
-        elif math.isfinite(grad_norm.item()):
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        return take_step(
+            optimizer, grad_norm, scale=self.loss_scale, reading_waits=self._reading_waits
+        )
 
     def state_components(self) -> list[StateComponent]:
         return []

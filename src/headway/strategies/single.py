@@ -6,7 +6,6 @@ of the contract is the identity here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,10 +16,12 @@ from headway.checkpoint.component import StateComponent
 from headway.data.counting import count_samples, count_targets, count_tokens
 from headway.data.loader import Window, WindowLoader
 from headway.models.generation import generate
+from headway.precision.scaler import backward
 from headway.strategies.base import DataShard, EvalStep, Notify, Strategy
 from headway.strategies.movement import move_batch
 from headway.strategies.objective import Objective
 from headway.strategies.source import ModelSource
+from headway.strategies.stepping import take_step
 
 
 class SingleDevice(Strategy):
@@ -56,13 +57,16 @@ class SingleDevice(Strategy):
             notify("on_forward_backward_begin")
             own = window.num_target_tokens if alone else count_targets(batch)
             batch = move_batch(batch, self.device) if self._moves else batch
-            loss = objective.loss(model, batch, num_targets, own)
-            loss.backward()  # type: ignore[no-untyped-call]
+            with self.train_context():
+                loss = objective.loss(model, batch, num_targets, own)
+            backward(loss, self.loss_scale)
             loss = loss.detach()
             total = loss if total is None else total + loss
             notify("on_forward_backward_end")
             notify("on_substep_end")
         assert total is not None, "a window has at least one micro-batch"
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(self._parameters)
         return total
 
     def eval_forward(
@@ -70,10 +74,8 @@ class SingleDevice(Strategy):
     ) -> EvalStep:
         assert self._model is not None, "setup comes first"
         batch = move_batch(batch, self.device) if self._moves else batch
-        loss_sum, count, logits, labels = objective.evaluate(
-            self._model, batch, with_logits=with_logits
-        )
-        return EvalStep(loss_sum, count, logits, labels)
+        with self.eval_context():
+            return EvalStep(*objective.evaluate(self._model, batch, with_logits=with_logits))
 
     def clip(self, max_norm: float | None) -> Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -84,19 +86,13 @@ class SingleDevice(Strategy):
             nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm, foreach=True)
         return norm
 
-    def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
+    def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> bool:
         if self.before_apply is not None:
             self.before_apply()
         # Anything not finite in the two makes their sum so.
-        total = loss + grad_norm
-        if self._reading_waits and getattr(optimizer, "_step_supports_amp_scaling", False):
-            # The fused kernels read the flag on the device and leave weights and state alone.
-            # A finite number minus itself is 0; no other is.
-            optimizer.found_inf = (total - total != 0).float()  # type: ignore[attr-defined]
-            optimizer.step()
-        elif math.isfinite(total.item()):  # free on the CPU; elsewhere one look per step
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        return take_step(
+            optimizer, loss + grad_norm, scale=self.loss_scale, reading_waits=self._reading_waits
+        )
 
     def reduce(self, value: Tensor, operation: str) -> Tensor:
         return value.abs() if operation == "l2_norm" else value
@@ -114,7 +110,8 @@ class SingleDevice(Strategy):
         return []
 
     def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
-        return generate(self.unwrap(), input_ids.to(self.device), **options)
+        with self.eval_context():
+            return generate(self.unwrap(), input_ids.to(self.device), **options)
 
     def teardown(self) -> None:
         self._model = None

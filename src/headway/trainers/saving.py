@@ -149,6 +149,16 @@ class Saver:
         components = [component for component in components if component.key in kept]
         if "trainer" in kept:  # what a strategy adds counts as the trainer's own
             components += trainer.strategy.state_components()
+            if trainer.strategy.loss_scale is not None:
+                # Not required: a run that goes on from one without it finds its own scale.
+                components.append(
+                    StateComponent(
+                        "scaler",
+                        trainer.strategy.loss_scale,
+                        SharingPattern.GLOBAL,
+                        required=False,
+                    )
+                )
         model = trainer.strategy.unwrap()
         tokenizer_saver = getattr(trainer.processing_class, "save_pretrained", None)
         progress = {

@@ -40,15 +40,16 @@ from headway.optim.build import (
     check_scheduler,
 )
 from headway.optim.groups import OptimizerGroups
+from headway.precision.amp import check_scaled
 from headway.strategies.base import Strategy
 from headway.strategies.objective import LossFunction, Objective
 from headway.strategies.single import SingleDevice
-from headway.strategies.source import ModelSource
 from headway.trainers.checkpointing import Checkpointing
 from headway.trainers.evaluation import Evaluation
-from headway.trainers.model import enable_hf_activation_checkpointing, flops_per_token
+from headway.trainers.model import flops_per_token
 from headway.trainers.outputs import RunStart, TrainOutput
 from headway.trainers.plan import RunPlan, accumulation_steps, has_length, plan_run
+from headway.trainers.preparation import equip, model_source
 from headway.trainers.preflight import GuardedCollator, check_data_fits
 from headway.trainers.saving import Saver
 
@@ -233,11 +234,21 @@ class Trainer(Checkpointing, Evaluation):
             return
         if self.state.seed is None:  # an evaluation comes first
             self._choose_seed(None)
-        strategy, source = self._make_strategy(), self._model_source()
+        strategy = self._make_strategy()
+        equip(strategy, self.args)
+        source = model_source(
+            self.args,
+            self.model,
+            self.model_init,
+            rank=self.env.rank,
+            recompute=self._enable_activation_checkpoint_fn,
+        )
         if self.env.world_size > 1:
             # Ranks that build different models would wait for each other for ever.
             require_equal({"the model": source.describe()})
         model = strategy.setup(source)
+        if strategy.loss_scale is not None:
+            check_scaled(model)
         if self.env.rank:  # after the model, which all ranks draw alike
             seed_all(derive_seed(self.state.seed or 0, self.env.rank))
         if strategy.data_shard().world_size > 1 or self.env.world_size > 1:
@@ -245,21 +256,6 @@ class Trainer(Checkpointing, Evaluation):
         self.strategy, self.model = strategy, model
         self._objective = self._make_objective(model)
         self.bus.kwargs.update(model=model, processing_class=self.processing_class, trainer=self)
-
-    def _model_source(self) -> ModelSource:
-        recompute = self._enable_activation_checkpoint_fn or enable_hf_activation_checkpointing
-        return ModelSource(
-            self.model,
-            self.model_init,
-            self.args.default_dtype,
-            make_meta=getattr(self.model_init, "make_meta", None),
-            weights=getattr(self.model_init, "weights", None),
-            prepare=(
-                (lambda module: recompute(self.env.rank, module))
-                if self.args.gradient_checkpointing
-                else None
-            ),
-        )
 
     def _make_objective(self, model: nn.Module) -> Objective:
         return Objective(model, self.compute_loss_func)

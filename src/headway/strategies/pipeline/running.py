@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
+from headway.precision.amp import Context
 from headway.strategies.objective import Objective
 from headway.strategies.pipeline.layout import Layout
 from headway.strategies.pipeline.pieces import Piece
@@ -39,6 +40,8 @@ class Task:
     objective: Objective
     num_targets: int | Tensor
     own_targets: Sequence[int | Tensor]
+    context: Context
+    """Around every forward of a stage."""
     counts: bool = True
     """False for a stand-in, whose loss is nothing."""
 
@@ -64,9 +67,10 @@ class _Running(nn.Module):
         task: Task | None = self.__dict__["_runner"].task
         assert task is not None, "schedules run in `step` only"
         number = int(piece)
-        if self._call.is_last:
-            return task.loss(self._call, x, number)
-        out = self._call.run(x, task.pieces[number])
+        with task.context():
+            if self._call.is_last:
+                return task.loss(self._call, x, number)
+            out = self._call.run(x, task.pieces[number])
         if out.requires_grad or not torch.is_grad_enabled():
             return out
         # All layers up to here are frozen; schedules run a backward through every stage.

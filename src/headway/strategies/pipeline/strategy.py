@@ -240,7 +240,7 @@ class PipelineStrategy(RankedStrategy):
         if self._moves:  # counted before, where it costs no look at the device
             batch = self._move(batch)
             pieces = cut_batch(batch, num_pieces)
-        task = Task(pieces, objective, num_targets, own, counts)
+        task = Task(pieces, objective, num_targets, own, self.train_context, counts)
         return self._runner.step(batch["input_ids"], task)
 
     def clip(self, max_norm: float | None) -> Tensor:
@@ -252,12 +252,13 @@ class PipelineStrategy(RankedStrategy):
     ) -> EvalStep:
         batch = self._move(check_batch(batch))
         labels = batch.get("labels")
-        results = self._relay.run(
-            cut_batch(batch, self._args.n_microbatches),
-            lambda call, hidden, piece: objective.evaluate(
-                call.as_model(hidden), piece, with_logits=with_logits
-            ),
-        )
+        with self.eval_context():
+            results = self._relay.run(
+                cut_batch(batch, self._args.n_microbatches),
+                lambda call, hidden, piece: objective.evaluate(
+                    call.as_model(hidden), piece, with_logits=with_logits
+                ),
+            )
         # Sums over all ranks count each batch once: where the last stage is.
         loss_sum = None if labels is None else torch.zeros((), device=self.device)
         num_targets: int | Tensor = 0
@@ -314,21 +315,22 @@ class PipelineStrategy(RankedStrategy):
         was_training = part.training
         part.eval()
         try:
-            return pipeline_generate(
-                self._relay,
-                part.config,
-                input_ids.to(self.device),
-                max_new_tokens,
-                eos_token_id,
-                pad_token_id,
-                source=self.layout.pipeline_ranks(0)[self._last_place],
-                attention_mask=None if attention_mask is None else attention_mask.to(self.device),
-                generator=generator,
-                do_sample=do_sample,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                repetition_penalty=repetition_penalty,
-            )
+            with self.eval_context():
+                return pipeline_generate(
+                    self._relay,
+                    part.config,
+                    input_ids.to(self.device),
+                    max_new_tokens,
+                    eos_token_id,
+                    pad_token_id,
+                    source=self.layout.pipeline_ranks(0)[self._last_place],
+                    attention_mask=None if attention_mask is None else attention_mask.to(self.device),
+                    generator=generator,
+                    do_sample=do_sample,
+                    temperature=temperature,
+                    top_k=top_k,
+                    top_p=top_p,
+                    repetition_penalty=repetition_penalty,
+                )
         finally:
             part.train(was_training)

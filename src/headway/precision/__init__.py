@@ -1,0 +1,1 @@
+"""Numbers with fewer bits: autocast, loss scaling, FP8, quantization."""

@@ -1,0 +1,52 @@
+"""What is done to a model and its strategy before the first step, as the arguments say.
+
+Owns: the order of these changes. Does not own: any of them (precision/, strategies/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from headway.args import TrainingArguments
+from headway.precision.amp import autocast
+from headway.precision.scaler import LossScale
+from headway.strategies.base import Strategy
+from headway.strategies.source import ModelSource
+from headway.trainers.model import enable_hf_activation_checkpointing
+
+Recompute = Callable[[int, nn.Module], None]
+
+
+def model_source(
+    args: TrainingArguments,
+    model: nn.Module | None,
+    model_init: Callable[[], nn.Module] | None,
+    *,
+    rank: int,
+    recompute: Recompute | None,
+) -> ModelSource:
+    """Where a strategy gets its model, and what it does to each module that it will train."""
+
+    def prepare(module: nn.Module) -> None:
+        if args.gradient_checkpointing:
+            (recompute or enable_hf_activation_checkpointing)(rank, module)
+
+    return ModelSource(
+        model,
+        model_init,
+        args.default_dtype,
+        make_meta=getattr(model_init, "make_meta", None),
+        weights=getattr(model_init, "weights", None),
+        prepare=prepare,
+    )
+
+
+def equip(strategy: Strategy, args: TrainingArguments) -> None:
+    """Give a strategy the contexts of its forwards and its loss scale."""
+    if args.strategy_name == "accelerate":
+        return  # precision is the Accelerator's
+    strategy.train_context = strategy.eval_context = autocast(args.mixed_precision, strategy.device)
+    if args.mixed_precision == "fp16":
+        strategy.loss_scale = LossScale()
