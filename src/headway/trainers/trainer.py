@@ -49,8 +49,8 @@ from headway.trainers.evaluation import Evaluation
 from headway.trainers.model import flops_per_token
 from headway.trainers.outputs import RunStart, TrainOutput
 from headway.trainers.plan import RunPlan, accumulation_steps, has_length, plan_run
-from headway.trainers.preparation import equip, model_source
 from headway.trainers.preflight import GuardedCollator, check_data_fits
+from headway.trainers.preparation import equip, model_source
 from headway.trainers.saving import Saver
 
 logger = logging.getLogger(__name__)

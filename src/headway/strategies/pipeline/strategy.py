@@ -312,6 +312,8 @@ class PipelineStrategy(RankedStrategy):
     ) -> Tensor:
         """Continue the prompts; all ranks call it and get the same. See `pipeline_generate`."""
         part = self.unwrap()
+        if attention_mask is not None:
+            attention_mask = attention_mask.to(self.device)
         was_training = part.training
         part.eval()
         try:
@@ -324,7 +326,7 @@ class PipelineStrategy(RankedStrategy):
                     eos_token_id,
                     pad_token_id,
                     source=self.layout.pipeline_ranks(0)[self._last_place],
-                    attention_mask=None if attention_mask is None else attention_mask.to(self.device),
+                    attention_mask=attention_mask,
                     generator=generator,
                     do_sample=do_sample,
                     temperature=temperature,
