@@ -152,7 +152,7 @@ def test_nested_class_given_as_dict_or_object():
 
 
 def test_pending_option_is_refused_and_its_value_still_checked():
-    with pytest.raises(ConfigError, match="mixed_precision is not available yet: it comes with"):
+    with pytest.raises(ConfigError, match="torch_compile is not available yet: it comes with"):
         TrainingArguments(mixed_precision="bf16")
     with pytest.raises(ConfigError) as caught:
         TrainingArguments(mixed_precision="bf17")

@@ -230,7 +230,8 @@ class TrainingLoop:
             in_epoch = (state.global_step - state.epoch_start_step) / p.steps_per_epoch
         state.epoch = state.raw_epoch + in_epoch
         self._last_step.reach()
-        measured: dict[str, Value] = {TRAIN_LOSS: loss, GRAD_NORM: grad_norm, LEARNING_RATE: float(learning_rate)}
+        measured: dict[str, Value] = {TRAIN_LOSS: loss, GRAD_NORM: grad_norm}
+        measured[LEARNING_RATE] = float(learning_rate)
         if p.strategy.loss_scale is not None:
             measured[LOSS_SCALE] = p.strategy.loss_scale.value
         p.metrics.record_step(state.global_step, measured)
