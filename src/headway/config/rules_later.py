@@ -40,7 +40,8 @@ RULES: list[Rule] = [
     Rule("39", ("model",), "init", "PipelineTrainer takes no ready model."),
     Rule("40", ("model_init",), "init", "PipelineTrainer needs model_init."),
     Rule("46", ("is_multistage",), "prepare",
-         "More than one stage on a rank needs is_multistage."),
+         "More than one stage on a rank needs is_multistage, where that is not left to the "
+         "schedule."),
     Rule("H73", ("pipeline_size",), "prepare",
          "The number of ranks is a multiple of pipeline_size."),
     Rule("H74", ("stages_per_rank", "pipeline_size"), "prepare",
@@ -67,7 +68,9 @@ RULES: list[Rule] = [
          "A number of ranks to reshard over divides the ranks that share a copy."),
     Rule("62", ("resume_from_checkpoint",), "prepare",
          "A checkpoint can be resumed at any world size."),
-    Rule("64", ("dispatch_batches",), "prepare", "A device mesh has one or two axes."),
+    Rule("64", ("dispatch_batches",), "prepare",
+         "A device mesh has one or two axes: the trainers make no other, and "
+         "wrap_model_distributed takes no other."),
     Rule("65", ("eval_strategy", "max_eval_steps"), "run",
          "An evaluation that sees no batch is an error."),
     Rule("66", ("optimizer_groups",), "prepare",

@@ -207,6 +207,12 @@ def _wrap_fsdp(
     kwargs: dict[str, Any],
 ) -> nn.Module:
     _check_names("argument of strategy 'fsdp'", kwargs, _FSDP_KWARGS)
+    num_axes = getattr(kwargs.get("mesh"), "ndim", 1)
+    if num_axes > 2:
+        raise ConfigError(
+            f"mesh: {num_axes} axes given; allowed: one (all ranks share a copy) or two (copies, "
+            "and the ranks that share one)"
+        )
     if isinstance(config, Mapping):
         config = FSDPConfig.from_dict(config)
     config = FSDPConfig() if config is None else config

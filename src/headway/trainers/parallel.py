@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import distributed as dist
 
 from headway.args import (
     AccelTrainingArguments,
@@ -17,6 +18,7 @@ from headway.args import (
     PipelineTrainingArguments,
     TrainingArguments,
 )
+from headway.checkpoint.ranks import Ranks
 from headway.dist.group import DistributedContext, current_context, init_distributed
 from headway.errors import ConfigError
 from headway.strategies.base import Strategy
@@ -29,8 +31,15 @@ class _RankedTrainer(Trainer):
     def _check_world(self) -> None:
         pass
 
+    def _ranks(self) -> Ranks:
+        if self.env.world_size > 1:
+            self._context()  # here everything begins that ranks do together
+        return super()._ranks()
+
     def _context(self) -> DistributedContext:
         context = current_context()
+        if context is None and dist.is_available() and dist.is_initialized():
+            context = init_distributed(use_cpu=self._device.type == "cpu")
         if context is None:
             raise ConfigError(
                 f"{type(self).__name__}: this process is one of {self.env.world_size} "
