@@ -158,7 +158,13 @@ class MinimalTrainingArguments(Arguments):
     lr_scheduler_kwargs: dict[str, Any] | None = field(default_factory=dict)
     """Further arguments of that schedule."""
     warmup_steps: int = 0
-    """Steps over which the learning rate climbs linearly from 0."""
+    """Steps over which the learning rate climbs; the first one is above 0 already."""
+    warmup_ratio: float = 0.0
+    """Part of the training over which the learning rate climbs, in place of a count."""
+    lr_scheduler_unit: str = "steps"
+    """What the schedule counts as progress: `steps` or `tokens`."""
+    warmup_tokens: int = 0
+    """Tokens over which the learning rate climbs, with `lr_scheduler_unit: tokens`."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
@@ -267,8 +273,14 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     """FP8 training: `tensorwise`, `rowwise` or `rowwise_with_gw_hp`."""
     fp8_dim_alignment: int = 16
     """Linear layers with a dimension that is no multiple of this stay out of FP8. 0: none do."""
+    fp8_exclude: list[str] = field(default_factory=lambda: [HEAD_LAYERS])
+    """Regular expressions for names of linear layers that stay out of FP8; by default the head."""
     qat_recipe: str | None = None
     """Quantization-aware training; the name says how activations and weights are quantized."""
+    qat_group_size: int | None = None
+    """Weights along a row that share a scale. None: 32 with int8 activations, else 128."""
+    qat_exclude: list[str] = field(default_factory=lambda: [HEAD_LAYERS])
+    """Regular expressions for names of linear layers that stay whole; by default the head."""
 
 
 @dataclass(kw_only=True)
@@ -287,6 +299,11 @@ class TrainingArguments(BaseTrainingArguments):
     """Steps left out of speed metrics at the start. 0: measure all."""
     set_dataset_epoch: bool = True
     """Tell a dataset that has `set_epoch` which epoch begins."""
+    fused_loss: str | None = None
+    """Loss made along with the logits: `chunked`, `liger`, `cut_cross_entropy`. None: the model's.
+
+    Headway's decoder has the chunked one of its own accord.
+    """
     debug_optimizer_groups: bool = False
     """Log which parameter went into which optimizer group."""
     checkpoint_components: list[str] | None = None

@@ -28,6 +28,7 @@ CONSTRUCT_ON = ("default", "device", "meta")
 COMPONENTS = ("dataset", "model", "optimizer", "rng", "scheduler", "trainer")
 LOADABLE = ("callbacks", *COMPONENTS)
 DAMAGED_POLICIES = ("fallback", "stop")
+FUSED_LOSSES = ("chunked", "liger", "cut_cross_entropy")
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_SPELLINGS = ("bf16", "bfloat16", "float16", "float32", "fp16", "fp32", "half")
 STAGE_TYPES = ("loop", "v")
@@ -38,10 +39,24 @@ LR_SCHEDULES = (
     "constant",
     "constant_with_warmup",
     "cosine",
+    "cosine_warmup_with_min_lr",
+    "cosine_with_min_lr",
+    "cosine_with_restarts",
+    "infinite",
     "inverse_sqrt",
     "linear",
     "polynomial",
+    "sequential",
+    "warmup_stable_decay",
+    "wsd",
 )
+REFUSED_SCHEDULES = {
+    "reduce_lr_on_plateau": "needs a metric at each step and the loop gives none; call torch's "
+    "ReduceLROnPlateau from a callback's on_evaluate instead",
+    "greedy": "follows a metric at each step and the loop gives none; choose a schedule of the "
+    "step, such as 'cosine'",
+}
+SCHEDULE_UNITS = ("steps", "tokens")
 _DEVICE = re.compile(r"[a-z]+(:\d+)?")
 
 
@@ -146,6 +161,13 @@ def _device_name(args: Any) -> str | None:
     return f"device must look like 'cpu' or 'cuda:0', got {args.device!r}"
 
 
+def _schedule_name(args: Any) -> str | None:
+    value = args.lr_scheduler_type
+    if value in REFUSED_SCHEDULES:
+        return f"lr_scheduler_type={str(value)!r} {REFUSED_SCHEDULES[value]}"
+    return one_of("lr_scheduler_type", LR_SCHEDULES)(args)
+
+
 def _reshard(args: Any) -> str | None:
     value = args.fsdp2.reshard_after_forward
     if isinstance(value, bool) or value >= 2:
@@ -172,7 +194,7 @@ def _number_rules() -> Iterator[tuple[tuple[str, ...], str, Any]]:
         lambda option: in_range(option, 1),
     )  # fmt: skip
     yield (
-        ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "eval_delay",
+        ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "warmup_tokens", "eval_delay",
          "dataloader_num_workers", "fp8_dim_alignment", "speed_metrics_start_step",
          "post_local_sgd.start_step"),
         "0 or more.",
@@ -185,7 +207,7 @@ def _number_rules() -> Iterator[tuple[tuple[str, ...], str, Any]]:
         lambda option: in_range(option, 0, 1, open_high=True),
     )
     yield (
-        ("gc_threshold", "activation_memory_budget"),
+        ("gc_threshold", "activation_memory_budget", "warmup_ratio"),
         "Between 0 and 1.",
         lambda option: in_range(option, 0, 1),
     )
@@ -217,13 +239,16 @@ def _own_rules() -> Iterator[Rule]:
         ("H44", "default_dtype", DTYPES),
         ("H45", "torch_compile_mode", COMPILE_MODES),
         ("H46", "float32_matmul_precision", MATMUL_PRECISIONS),
-        ("H48", "lr_scheduler_type", LR_SCHEDULES),
         ("H49", "on_damaged_checkpoint", DAMAGED_POLICIES),
+        ("H83", "lr_scheduler_unit", SCHEDULE_UNITS),
+        ("H52", "fused_loss", FUSED_LOSSES),
         ("H50", "load_components", LOADABLE),
     )
     for label, option, allowed in names:
         text = f"{option} is one of {', '.join(allowed)}."
         yield Rule(label, (option,), "args", text, one_of(option, allowed))
+    yield Rule("H48", ("lr_scheduler_type",), "args",
+               f"lr_scheduler_type is one of {', '.join(LR_SCHEDULES)}.", _schedule_name)  # fmt: skip
     yield Rule("H70", ("pipe_schedule",), "args",
                f"pipe_schedule is one of {', '.join(FACTS)}, or one of them after 'Schedule'.",
                one_of("pipe_schedule", NAMES))  # fmt: skip

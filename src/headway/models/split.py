@@ -134,6 +134,10 @@ class CausalLMStage(nn.Module):
         part: Any = self.__dict__["part"]
         return part.model.embed_tokens if self.first else None
 
+    def get_output_embeddings(self) -> nn.Module | None:
+        part: Any = self.__dict__["part"]
+        return part.lm_head if self.last else None
+
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
     ) -> None:

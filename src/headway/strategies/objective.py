@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from headway.data.counting import count_targets
 from headway.errors import ConfigError
+from headway.models.fused_loss import FusedLoss
 from headway.models.loss import cross_entropy_sum
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,12 @@ Count = int | Tensor
 class Objective:
     """Calls one model with batches and turns what it returns into a loss."""
 
-    def __init__(self, model: nn.Module, compute_loss_func: LossFunction | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        compute_loss_func: LossFunction | None = None,
+        fused: FusedLoss | None = None,
+    ) -> None:
         # What stands in for a model of another class, such as a part of it, says so.
         kind: type = getattr(model, "stands_for", type(model))
         self._model_name = kind.__name__
@@ -52,7 +58,7 @@ class Objective:
         self._takes_count = "num_items_in_batch" in self._accepts or (
             transformers_model and takes_all and hands_on is True
         )
-        self._computes = compute_loss_func
+        self._computes, self._fused = compute_loss_func, fused
         self._takes_labels = "labels" in self._accepts or not self._filters
         self._warned = False
 
@@ -61,6 +67,9 @@ class Objective:
 
         `own` is the batch's own count of targets, by which a model's mean is weighed.
         """
+        share = self._fuse(model, batch, num_targets)
+        if share is not None:
+            return share
         outputs, labels, counted = self._call(model, batch, num_targets)
         if self._computes is not None:
             return self._computes(outputs, labels, num_items_in_batch=num_targets)
@@ -86,6 +95,18 @@ class Objective:
         if labels is None:
             return None, own, logits, labels
         return self._from_logits(outputs, labels, batch).detach(), own, logits, labels
+
+    def _fuse(self, model: Callable[..., Any], batch: Any, num_targets: Count) -> Tensor | None:
+        """The loss as the model's head gives it, where a fused loss is wanted and possible."""
+        if self._fused is None or not self._fused.active or not isinstance(batch, Mapping):
+            return None
+        labels = batch.get("labels")
+        if not isinstance(labels, Tensor):
+            return None
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        if self._filters:
+            inputs = {key: value for key, value in inputs.items() if key in self._accepts}
+        return self._fused.loss(model, inputs, labels, num_targets)
 
     def _call(
         self, model: Callable[..., Any], batch: Any, num_targets: Count

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from torch import nn
 
 from headway.args import TrainingArguments
+from headway.models.fused_loss import FusedLoss, FusedLossFactory, find_factory
 from headway.precision.amp import autocast
 from headway.precision.scaler import LossScale
 from headway.strategies.base import Strategy
@@ -26,10 +27,13 @@ def model_source(
     *,
     rank: int,
     recompute: Recompute | None,
+    fused_loss: FusedLoss | None,
 ) -> ModelSource:
     """Where a strategy gets its model, and what it does to each module that it will train."""
 
     def prepare(module: nn.Module) -> None:
+        if fused_loss is not None:
+            fused_loss.install(module)
         if args.gradient_checkpointing:
             (recompute or enable_hf_activation_checkpointing)(rank, module)
 
@@ -41,6 +45,15 @@ def model_source(
         weights=getattr(model_init, "weights", None),
         prepare=prepare,
     )
+
+
+def choose_fused_loss(
+    args: TrainingArguments, factory: FusedLossFactory | None
+) -> FusedLoss | None:
+    """The loss of a given factory, or else the one that the arguments name."""
+    if factory is None and args.fused_loss is not None:
+        factory = find_factory(args.fused_loss)
+    return None if factory is None else FusedLoss(factory)
 
 
 def equip(strategy: Strategy, args: TrainingArguments) -> None:

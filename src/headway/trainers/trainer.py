@@ -33,6 +33,7 @@ from headway.engine.metrics import MetricBuffer, MetricMergeStrategy, ReduceType
 from headway.engine.signals import SignalRequests
 from headway.engine.state import TrainerControl, TrainerState
 from headway.errors import ConfigError
+from headway.models.fused_loss import FusedLossFactory
 from headway.optim.build import (
     OptimizerFactory,
     build_optimizer,
@@ -50,7 +51,7 @@ from headway.trainers.model import flops_per_token
 from headway.trainers.outputs import RunStart, TrainOutput
 from headway.trainers.plan import RunPlan, accumulation_steps, has_length, plan_run
 from headway.trainers.preflight import GuardedCollator, check_data_fits
-from headway.trainers.preparation import equip, model_source
+from headway.trainers.preparation import choose_fused_loss, equip, model_source
 from headway.trainers.saving import Saver
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class Trainer(Checkpointing, Evaluation):
         optimizer_groups: OptimizerGroups | None = None,
         lr_scheduler_factory: Callable[[Optimizer], LRScheduler] | None = None,
         enable_activation_checkpoint_fn: Callable[[int, nn.Module], None] | None = None,
-        fused_loss_factory: Callable[[nn.Module], LossFunction] | None = None,
+        fused_loss_factory: FusedLossFactory | None = None,
         default_callbacks: bool = True,
         run_config: RunConfig | None = None,
     ) -> None:
@@ -100,10 +101,6 @@ class Trainer(Checkpointing, Evaluation):
         self.args: TrainingArguments = args
         if model is None and model_init is None:
             raise ConfigError(f"{name} needs a model: give model=... or model_init=...")
-        if fused_loss_factory is not None:
-            raise ConfigError(
-                "fused_loss_factory is not available yet: it comes with precision and fused losses"
-            )
         self.env = distributed_env or detect_env(use_cpu=args.use_cpu, device=args.device)
         args._process_index, args._world_size = self.env.rank, self.env.world_size
         args._local_process_index = self.env.local_rank
@@ -122,6 +119,7 @@ class Trainer(Checkpointing, Evaluation):
         self._optimizer_groups = optimizer_groups
         self._lr_scheduler_factory = lr_scheduler_factory
         self._enable_activation_checkpoint_fn = enable_activation_checkpoint_fn
+        self._fused_loss = choose_fused_loss(args, fused_loss_factory)
         self._run_config = run_config
         self.state = TrainerState(
             is_world_process_zero=self.env.rank == 0,
@@ -242,6 +240,7 @@ class Trainer(Checkpointing, Evaluation):
             self.model_init,
             rank=self.env.rank,
             recompute=self._enable_activation_checkpoint_fn,
+            fused_loss=self._fused_loss,
         )
         if self.env.world_size > 1:
             # Ranks that build different models would wait for each other for ever.
@@ -258,7 +257,7 @@ class Trainer(Checkpointing, Evaluation):
         self.bus.kwargs.update(model=model, processing_class=self.processing_class, trainer=self)
 
     def _make_objective(self, model: nn.Module) -> Objective:
-        return Objective(model, self.compute_loss_func)
+        return Objective(model, self.compute_loss_func, self._fused_loss)
 
     def _loader(self, dataset: Any, option: str, *, training: bool = False) -> WindowLoader:
         """A loader for a dataset that the user gave as `option`, checked against the model."""

@@ -1,0 +1,42 @@
+"""Fused losses of other packages, which need a GPU: equal to the plain loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from headway.models.fused_loss import FACTORIES
+from headway.models.loss import IGNORED_LABEL
+
+pytestmark = pytest.mark.gpu
+
+PACKAGES = {"chunked": "headway", "liger": "liger_kernel", "cut_cross_entropy": "cut_cross_entropy"}
+
+
+def plain(hidden, weight, labels):
+    logits = hidden.float() @ weight.float().t()
+    return nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED_LABEL
+    )
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_fused_loss_and_its_gradients_are_those_of_the_plain_loss(name):
+    pytest.importorskip(PACKAGES[name])
+    torch.manual_seed(0)
+    head = nn.Linear(512, 8000, bias=False, device="cuda")
+    hidden = torch.randn(4, 256, 512, device="cuda", requires_grad=True)
+    labels = torch.randint(8000, (4, 256), device="cuda")
+    labels[:, :20] = IGNORED_LABEL
+    loss_function = FACTORIES[name](head)
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = loss_function(hidden, labels, num_items_in_batch=4 * 236)
+    loss.backward()
+    made = hidden.grad.clone(), head.weight.grad.clone()
+    hidden.grad = head.weight.grad = None
+    expected = plain(hidden, head.weight, labels)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
+    for ours, theirs in zip(made, (hidden.grad, head.weight.grad)):
+        assert (ours - theirs).norm() / theirs.norm() < 2e-2

@@ -1,0 +1,142 @@
+"""A loss made along with the logits: the same numbers, no whole logits."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from headway import ConfigError, Trainer, TrainingArguments
+from headway.models.fused_loss import chunked_loss
+from headway.models.loss import IGNORED_LABEL, cross_entropy_sum
+from headway.testing import tiny_dataset, tiny_decoder, tiny_llama
+
+
+def train(tmp_path, model, *, fused_loss_factory=None, compute_loss_func=None, **options):
+    trainer = Trainer(
+        args=TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=4,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            save_strategy="no",
+            logging_steps=1,
+            seed=3,
+            use_cpu=True,
+            **options,
+        ),
+        model=model,
+        train_dataset=tiny_dataset(),
+        eval_dataset=tiny_dataset(),
+        fused_loss_factory=fused_loss_factory,
+        compute_loss_func=compute_loss_func,
+    )
+    trainer.train()
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    return losses, trainer
+
+
+class Counting:
+    """A factory that notes what its loss is called with."""
+
+    def __init__(self):
+        self.heads, self.shapes = [], []
+
+    def __call__(self, head):
+        self.heads.append(head)
+        inner = chunked_loss(head)
+
+        def loss(hidden, labels, num_items_in_batch=None):
+            self.shapes.append(tuple(hidden.shape))
+            return inner(hidden, labels, num_items_in_batch=num_items_in_batch)
+
+        return loss
+
+
+@pytest.mark.parametrize("make", [tiny_decoder, tiny_llama])
+def test_a_fused_loss_trains_as_the_models_own(tmp_path, make):
+    torch.manual_seed(0)
+    model = make()
+    plain, _ = train(tmp_path / "plain", copy.deepcopy(model))
+    counting = Counting()
+    fused, trainer = train(tmp_path / "fused", model, fused_loss_factory=counting)
+    assert fused == pytest.approx(plain, rel=1e-5)
+    assert counting.heads == [trainer.model.get_output_embeddings()]
+    assert len(counting.shapes) == 8 and counting.shapes[0][-1] == 32, "hidden states, not logits"
+    by_name, _ = train(tmp_path / "name", copy.deepcopy(model), fused_loss="chunked")
+    assert len(by_name) == 4
+
+
+def test_no_logits_are_made_in_training_and_all_of_them_elsewhere(tmp_path):
+    widths = []
+    model = tiny_llama()
+    _, trainer = train(tmp_path, model, fused_loss="chunked")
+    model.lm_head.register_forward_hook(lambda m, i, o: widths.append(tuple(o.shape)))
+    trainer.train_dataset = tiny_dataset()
+    batch = {"input_ids": torch.ones(2, 8, dtype=torch.long)}
+    assert model(**batch).logits.shape == (2, 8, model.config.vocab_size)
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert all(len(shape) == 3 for shape in widths)
+
+
+def test_a_copy_of_the_model_uses_its_own_head(tmp_path):
+    _, trainer = train(tmp_path, tiny_decoder(), fused_loss="chunked")
+    copied = copy.deepcopy(trainer.model)
+    nn.init.zeros_(copied.get_output_embeddings().weight)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    assert copied(ids).logits.abs().max() == 0
+    assert trainer.model(ids).logits.abs().max() > 0
+
+
+class Capped(nn.Module):
+    """A model that works on its logits, as some families do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = tiny_decoder()
+
+    def forward(self, input_ids, labels=None):
+        logits = torch.tanh(self.inner(input_ids).logits / 2) * 2
+        if labels is None:
+            return {"logits": logits}
+        count = (labels[..., 1:] != IGNORED_LABEL).sum()
+        return {"loss": cross_entropy_sum(logits, labels) / count}
+
+    def get_output_embeddings(self):
+        return self.inner.lm_head
+
+
+class Headless(Capped):
+    def get_output_embeddings(self):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(Capped, "works on its logits"), (Headless, "no output layer")],
+)
+def test_a_model_that_does_not_lend_itself_keeps_its_own_loss(tmp_path, caplog, make, reason):
+    torch.manual_seed(0)
+    model = make()
+    plain, _ = train(tmp_path / "plain", copy.deepcopy(model))
+    with caplog.at_level(logging.WARNING):
+        fused, _ = train(tmp_path / "fused", model, fused_loss="chunked")
+    assert fused == plain
+    assert [reason in record.message for record in caplog.records].count(True) == 1
+
+
+def test_losses_that_are_not_there(tmp_path, monkeypatch):
+    for module in ("liger_kernel", "liger_kernel.transformers", "cut_cross_entropy"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=r"fused_loss.*'ligre'.*did you mean 'liger'"):
+        TrainingArguments(fused_loss="ligre")
+    for name, package in (("liger", "liger-kernel"), ("cut_cross_entropy", "cut-cross-entropy")):
+        with pytest.raises(ConfigError, match=rf"{package}.*headway\[gpu\]"):
+            train(tmp_path, tiny_decoder(), fused_loss=name)
+    with pytest.raises(ConfigError, match="must return a function"):
+        train(tmp_path, tiny_decoder(), fused_loss_factory=lambda head: 3)
