@@ -24,6 +24,9 @@ __all__ = [
     "TrainingArguments",
 ]
 
+HEAD_LAYERS = (r"\blm_head$", r"\bembed_out$", "^output$", "^head$")
+"""What the output heads of language models are called."""
+
 
 @dataclass(kw_only=True)
 class MinimalTrainingArguments(Arguments):
@@ -273,13 +276,13 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     """FP8 training: `tensorwise`, `rowwise` or `rowwise_with_gw_hp`."""
     fp8_dim_alignment: int = 16
     """Linear layers with a dimension that is no multiple of this stay out of FP8. 0: none do."""
-    fp8_exclude: list[str] = field(default_factory=lambda: [HEAD_LAYERS])
+    fp8_exclude: list[str] = field(default_factory=lambda: [*HEAD_LAYERS])
     """Regular expressions for names of linear layers that stay out of FP8; by default the head."""
     qat_recipe: str | None = None
     """Quantization-aware training; the name says how activations and weights are quantized."""
     qat_group_size: int | None = None
     """Weights along a row that share a scale. None: 32 with int8 activations, else 128."""
-    qat_exclude: list[str] = field(default_factory=lambda: [HEAD_LAYERS])
+    qat_exclude: list[str] = field(default_factory=lambda: [*HEAD_LAYERS])
     """Regular expressions for names of linear layers that stay whole; by default the head."""
 
 
