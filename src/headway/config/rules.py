@@ -1,8 +1,9 @@
 """The rules between options: one table, and what it says about a set of arguments.
 
 Owns: `Rule`, the joined table, the functions that apply it. The rules stand in `rules_values`
-(one option each), `rules_pairs` (combinations) and `rules_later` (those that need a model, a
-device or a world size and are checked where these are known).
+(one option each), `rules_pairs` (combinations), `rules_precision` (quantization),
+`rules_schedule` (learning rate) and `rules_later` (those that need a model, a device or a world
+size and are checked where these are known).
 """
 
 from __future__ import annotations
@@ -40,9 +41,21 @@ class Rule:
 @functools.lru_cache(maxsize=1)
 def all_rules() -> tuple[Rule, ...]:
     """Every rule, those of the reference by number and then our own."""
-    from headway.config import rules_later, rules_pairs, rules_values
+    from headway.config import (
+        rules_later,
+        rules_pairs,
+        rules_precision,
+        rules_schedule,
+        rules_values,
+    )
 
-    table = [*rules_pairs.RULES, *rules_values.RULES, *rules_later.RULES]
+    table = [
+        *rules_pairs.RULES,
+        *rules_values.RULES,
+        *rules_precision.RULES,
+        *rules_schedule.RULES,
+        *rules_later.RULES,
+    ]
     return tuple(
         sorted(table, key=lambda rule: (rule.number[0] == "H", int(rule.number.lstrip("H"))))
     )

@@ -161,13 +161,6 @@ def _device_name(args: Any) -> str | None:
     return f"device must look like 'cpu' or 'cuda:0', got {args.device!r}"
 
 
-def _schedule_name(args: Any) -> str | None:
-    value = args.lr_scheduler_type
-    if value in REFUSED_SCHEDULES:
-        return f"lr_scheduler_type={str(value)!r} {REFUSED_SCHEDULES[value]}"
-    return one_of("lr_scheduler_type", LR_SCHEDULES)(args)
-
-
 def _reshard(args: Any) -> str | None:
     value = args.fsdp2.reshard_after_forward
     if isinstance(value, bool) or value >= 2:
@@ -194,7 +187,8 @@ def _number_rules() -> Iterator[tuple[tuple[str, ...], str, Any]]:
         lambda option: in_range(option, 1),
     )  # fmt: skip
     yield (
-        ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "warmup_tokens", "eval_delay",
+        ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "warmup_tokens",
+         "eval_delay",
          "dataloader_num_workers", "fp8_dim_alignment", "speed_metrics_start_step",
          "post_local_sgd.start_step"),
         "0 or more.",
@@ -240,15 +234,12 @@ def _own_rules() -> Iterator[Rule]:
         ("H45", "torch_compile_mode", COMPILE_MODES),
         ("H46", "float32_matmul_precision", MATMUL_PRECISIONS),
         ("H49", "on_damaged_checkpoint", DAMAGED_POLICIES),
-        ("H83", "lr_scheduler_unit", SCHEDULE_UNITS),
         ("H52", "fused_loss", FUSED_LOSSES),
         ("H50", "load_components", LOADABLE),
     )
     for label, option, allowed in names:
         text = f"{option} is one of {', '.join(allowed)}."
         yield Rule(label, (option,), "args", text, one_of(option, allowed))
-    yield Rule("H48", ("lr_scheduler_type",), "args",
-               f"lr_scheduler_type is one of {', '.join(LR_SCHEDULES)}.", _schedule_name)  # fmt: skip
     yield Rule("H70", ("pipe_schedule",), "args",
                f"pipe_schedule is one of {', '.join(FACTS)}, or one of them after 'Schedule'.",
                one_of("pipe_schedule", NAMES))  # fmt: skip
