@@ -33,16 +33,24 @@ def find_blocks(model: nn.Module, path: str) -> Blocks:
     named = {clean_name(name): module for name, module in model.named_modules()}
     if path in named:
         return _members(path, named[path])
-    lists = _lists_of_blocks(named)
     if path != DEFAULT_PATH:
         raise ConfigError(_describe_lost(path, model, named))
-    if not lists:
+    blocks = search_blocks(model)
+    if not blocks:
         logger.warning(
             "%s has no list of blocks: its parameters are gathered all at once, which saves "
             "little memory (%s)",
             type(model).__name__,
             OPTION,
         )
+    return blocks
+
+
+def search_blocks(model: nn.Module) -> Blocks:
+    """The blocks of a model as its looks tell them, with their names; perhaps none."""
+    named = {clean_name(name): module for name, module in model.named_modules()}
+    lists = _lists_of_blocks(named)
+    if not lists:
         return []
     longest = max(lists.values(), key=len)
     kind = type(longest[0])
