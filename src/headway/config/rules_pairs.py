@@ -250,10 +250,6 @@ def _pipeline_construct(args: Any) -> str | None:
     )
 
 
-def _pipeline_qat(args: Any) -> str | None:
-    return None if args.qat_recipe is None else "qat_recipe cannot be used in PipelineTrainer"
-
-
 def _accel_precision(args: Any) -> str | None:
     if args.mixed_precision in (None, "no"):
         return None
@@ -400,8 +396,6 @@ RULES: list[Rule] = [
     Rule("51", ("construct_model_on",), "args",
          "PipelineTrainer always builds on the meta device.", _pipeline_construct, "warn",
          _PP),
-    Rule("52", ("qat_recipe",), "args", "No qat_recipe in PipelineTrainer.", _pipeline_qat,
-         strategies=_PP),
     Rule("57", ("mixed_precision",), "args",
          "AccelTrainer ignores mixed_precision.", _accel_precision, "warn", ("accelerate",)),
     Rule("H1", ("save_every", "save_strategy", "save_steps"), "args",
