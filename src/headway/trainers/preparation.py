@@ -11,6 +11,7 @@ from torch import nn
 
 from headway.args import TrainingArguments
 from headway.models.fused_loss import FusedLoss, FusedLossFactory, find_factory
+from headway.precision import fp8, qat
 from headway.precision.amp import autocast
 from headway.precision.scaler import LossScale
 from headway.strategies.base import Strategy
@@ -32,6 +33,7 @@ def model_source(
     """Where a strategy gets its model, and what it does to each module that it will train."""
 
     def prepare(module: nn.Module) -> None:
+        change_layers(args, module)
         if fused_loss is not None:
             fused_loss.install(module)
         if args.gradient_checkpointing:
@@ -56,10 +58,33 @@ def choose_fused_loss(
     return None if factory is None else FusedLoss(factory)
 
 
+def change_layers(args: TrainingArguments, module: nn.Module) -> None:
+    """Put the layers of FP8 or quantization-aware training in the place of linear ones."""
+    is_part = args.strategy_name == "pipeline"
+    if args.fp8_recipe is not None:
+        fp8.convert(
+            module,
+            args.fp8_recipe,
+            args.fp8_dim_alignment,
+            exclude=args.fp8_exclude,
+            is_part=is_part,
+        )
+    if args.qat_recipe is not None:
+        qat.prepare(
+            module,
+            args.qat_recipe,
+            group_size=args.qat_group_size,
+            exclude=args.qat_exclude,
+            is_part=is_part,
+        )
+
+
 def equip(strategy: Strategy, args: TrainingArguments) -> None:
     """Give a strategy the contexts of its forwards and its loss scale."""
     if args.strategy_name == "accelerate":
         return  # precision is the Accelerator's
+    if args.fp8_recipe is not None:
+        fp8.check(args.fp8_recipe, strategy.device)  # before a model is built
     strategy.train_context = strategy.eval_context = autocast(args.mixed_precision, strategy.device)
     if args.mixed_precision == "fp16":
         strategy.loss_scale = LossScale()
