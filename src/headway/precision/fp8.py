@@ -70,7 +70,7 @@ def convert(
     module: nn.Module,
     recipe: str,
     alignment: int = 16,
-    device: torch.device | str = "cuda",
+    device: torch.device | None = None,
     *,
     exclude: Sequence[str] = (),
     is_part: bool = False,
@@ -78,17 +78,19 @@ def convert(
     """Put FP8 layers in the place of linear layers, around the same weights; returns `module`.
 
     Works on a model without values (on the meta device). `alignment`: layers with a dimension that
-    is no multiple of it stay; 0: all are taken. `exclude`: regular expressions for names that
-    stay. `is_part`: the module is a stage of a pipeline, which may have nothing to convert.
+    is no multiple of it stay; 0: all are taken. `device`: where it will train; None if `check` was
+    called. `exclude`: regular expressions for names that stay. `is_part`: the module is a stage of
+    a pipeline, which may have nothing to convert.
     """
-    check(recipe, torch.device(device))
+    if device is not None:
+        check(recipe, device)
 
     def misfit(layer: nn.Linear) -> str | None:
         if alignment and (layer.in_features % alignment or layer.out_features % alignment):
             return f"a dimension is no multiple of fp8_dim_alignment={alignment}"
         return None
 
-    choice = choose_layers(module, exclude, misfit, option="fp8_exclude")
+    choice = choose_layers(module, exclude, misfit, option="fp8_exclude", own_class="Float8Linear")
     if not is_part:
         warn_of_idle_patterns(module, exclude, option="fp8_exclude")
     require_some(choice, f"fp8_recipe={recipe!r}", "fp8_exclude", is_part=is_part)

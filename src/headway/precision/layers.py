@@ -51,11 +51,12 @@ def _spell(names: Sequence[str]) -> str:
 
 
 def choose_layers(
-    module: nn.Module, exclude: Sequence[str], misfit: Misfit, *, option: str
+    module: nn.Module, exclude: Sequence[str], misfit: Misfit, *, option: str, own_class: str = ""
 ) -> LayerChoice:
     """Sort a module's linear layers; `exclude` are regular expressions searched in their names.
 
-    `option` is what errors call the list of them.
+    `option` is what errors call the list of them. Layers that an earlier run with the same model
+    made, of `own_class`, are made anew.
     """
     patterns = [_compile(pattern, option) for pattern in exclude]
     choice = LayerChoice()
@@ -63,7 +64,7 @@ def choose_layers(
         if not isinstance(layer, nn.Linear):
             continue
         reason = misfit(layer)
-        if type(layer) is not nn.Linear:
+        if type(layer) is not nn.Linear and type(layer).__name__ != own_class:
             # What it computes would be lost with its class.
             reason = f"of the class {type(layer).__name__}"
         if any(pattern.search(name) for pattern in patterns):

@@ -66,7 +66,7 @@ def choose(
             return "a dimension is no multiple of 16"
         return None
 
-    return choose_layers(module, exclude, misfit, option=option)
+    return choose_layers(module, exclude, misfit, option=option, own_class="FakeQuantizedLinear")
 
 
 def prepare(
