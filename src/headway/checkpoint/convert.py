@@ -25,7 +25,12 @@ from headway.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from headway.checkpoint.meta import find_weights, is_half_checkpoint
 from headway.checkpoint.raw import PICKLED_WEIGHTS, read_raw
 from headway.checkpoint.tree import split_tree
-from headway.checkpoint.weights import Weights, open_weight_file, open_weights
+from headway.checkpoint.weights import (
+    QuantizedWeights,
+    Weights,
+    open_weight_file,
+    open_weights,
+)
 from headway.errors import ConfigError, missing_extra
 from headway.models.ties import split_ties
 
@@ -90,6 +95,11 @@ def read_source(source: Path, *, allow_legacy: bool = False) -> Source:
 
 
 def _take_all(weights: Weights) -> Source:
+    if isinstance(weights, QuantizedWeights):
+        raise ConfigError(
+            f"SRC: {weights.path} holds quantized weights, which are not changed any more; take "
+            "the checkpoint that they were made of"
+        )
     tensors = {name: tensor.clone() for name, tensor in weights.items(weights.weight_map)}
     return Source(tensors, dict(weights.aliases))
 

@@ -112,8 +112,9 @@ class Draft:
         *,
         aliases: Mapping[str, str] | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
+        metadata: Mapping[str, str] | None = None,
     ) -> list[str]:
-        """Write shards and their index; returns the names."""
+        """Write shards, with `metadata` in each, and their index; returns the names."""
         records = write_shards(
             self.directory,
             prefix,
@@ -122,6 +123,7 @@ class Draft:
             aliases=aliases,
             digest=self.digest,
             storage=self.storage,
+            metadata=metadata,
         )
         self.files.update(records)
         return list(records)

@@ -402,6 +402,8 @@ class CheckpointManager:
             raise ConfigError(self._not_resumable(given, path, reason)) from error
         if manifest.kind != "training":
             reason = f"it is of kind {manifest.kind!r}, and only kind 'training' resumes"
+            if "quantized" in manifest.metadata:
+                reason += "; its weights are quantized, so that they cannot be trained"
             raise ConfigError(self._not_resumable(given, path, reason))
         path = path.absolute()
         self._storage.fetch(path)

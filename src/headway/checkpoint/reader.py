@@ -62,6 +62,11 @@ def load_weights(
     elsewhere: Collection[str] = (),
 ) -> None:
     """Load the weights (and the modules' extra state) into a live model."""
+    if "quantized" in manifest.metadata:
+        raise CheckpointError(
+            f"{directory} holds quantized weights, which a run's model cannot take; for evaluation "
+            "put them into a model with load_checkpoint(directory, module)"
+        )
     reader = _open_shards(directory, "model", ranks or SoloRanks())
     reader.fill(plan_model(collect_model(model), reader, elsewhere))
     _load_extra(model, directory, manifest)

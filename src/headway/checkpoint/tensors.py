@@ -91,8 +91,10 @@ def header_order(specs: Mapping[str, TensorSpec]) -> list[str]:
     return sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
 
 
-def _file_header(specs: Mapping[str, TensorSpec], order: Sequence[str]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _file_header(
+    specs: Mapping[str, TensorSpec], order: Sequence[str], metadata: Mapping[str, str]
+) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     for name in order:
         end = offset + specs[name].num_bytes
@@ -111,7 +113,12 @@ class TensorFile:
     """One safetensors file that takes its tensors one at a time, in `order`."""
 
     def __init__(
-        self, storage: Storage, path: Path, specs: Mapping[str, TensorSpec], digest: str
+        self,
+        storage: Storage,
+        path: Path,
+        specs: Mapping[str, TensorSpec],
+        digest: str,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         assert sys.byteorder == "little", "safetensors files are little-endian"
         self.order = header_order(specs)
@@ -119,7 +126,7 @@ class TensorFile:
         self._num_written = 0
         self._writer = DigestWriter(storage, path, digest)
         try:
-            self._writer.write(_file_header(specs, self.order))
+            self._writer.write(_file_header(specs, self.order, metadata or {}))
         except BaseException as error:
             self._writer.__exit__(type(error), error, None)
             raise
@@ -148,11 +155,15 @@ class TensorFile:
 
 
 def write_tensor_file(
-    storage: Storage, path: Path, tensors: Mapping[str, torch.Tensor], digest: str = DEFAULT_DIGEST
+    storage: Storage,
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    digest: str = DEFAULT_DIGEST,
+    metadata: Mapping[str, str] | None = None,
 ) -> FileRecord:
     """Write one safetensors file; returns its size and digest."""
     specs = {name: spec_of(tensor, name) for name, tensor in tensors.items()}
-    with TensorFile(storage, path, specs, digest) as file:
+    with TensorFile(storage, path, specs, digest, metadata) as file:
         for name in file.order:
             file.write(name, tensors[name])
     return file.record
@@ -167,8 +178,12 @@ def write_shards(
     aliases: Mapping[str, str] | None = None,
     digest: str = DEFAULT_DIGEST,
     storage: Storage | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> dict[str, FileRecord]:
-    """Write `<prefix>-0000k-of-0000n.safetensors` and the index; returns a record per file."""
+    """Write `<prefix>-0000k-of-0000n.safetensors` and the index; returns a record per file.
+
+    `metadata` goes into the header of each.
+    """
     storage = storage or Storage(directory)
     shards = plan_shards({name: num_bytes(t) for name, t in tensors.items()}, max_shard_bytes)
     records: dict[str, FileRecord] = {}
@@ -176,7 +191,8 @@ def write_shards(
     for number, names in enumerate(shards, start=1):
         file_name = shard_name(number, len(shards), prefix)
         part = {name: tensors[name] for name in names}
-        records[file_name] = write_tensor_file(storage, directory / file_name, part, digest)
+        path = directory / file_name
+        records[file_name] = write_tensor_file(storage, path, part, digest, metadata)
         weight_map.update(dict.fromkeys(names, file_name))
     total_bytes = sum(num_bytes(tensor) for tensor in tensors.values())
     text = index_text(weight_map, total_bytes, aliases or {})

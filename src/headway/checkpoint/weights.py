@@ -2,7 +2,8 @@
 
 Owns: one way to read index or single file, safetensors or PyTorch, and the matching of names
 against a module (`strict`, `assign`). Does not own: the choice of a file (meta.py), unpickling
-(legacy.py), the weights of a run's own checkpoint, which are always strict (model.py).
+(legacy.py), the weights of a run's own checkpoint, which are always strict (model.py), what a
+quantized weight consists of (precision/quantized.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,15 @@ from headway.checkpoint.meta import (
 from headway.checkpoint.model import clean_name, collect_model, describe_names
 from headway.checkpoint.storage import check_name
 from headway.checkpoint.tensors import open_tensor_file
+from headway.precision.quantized import (
+    Parts,
+    QuantizedFormError,
+    check_versions,
+    described,
+    find_parts,
+    is_quantized,
+    move,
+)
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -80,10 +90,26 @@ class Weights:
         wanted = [*self.weight_map, *self.aliases] if names is None else list(names)
         self.require(wanted)
         sources = {name: self.source(name) or name for name in wanted}
-        found = {
-            name: tensor.to(device, copy=True) for name, tensor in self.items({*sources.values()})
-        }
+        found = {name: move(tensor, device) for name, tensor in self.items({*sources.values()})}
         return {name: found[source] for name, source in sources.items()}
+
+
+class QuantizedWeights(Weights):
+    """Tensors by name of which some are stored in parts; those come as torchao's tensors."""
+
+    def __init__(self, stored: Weights, parts: Parts) -> None:
+        self._stored, self._parts = stored, parts
+        names = parts.real_names(stored.weight_map)
+        files = {name: stored.weight_map.get(parts.names_in_file(name)[0], "") for name in names}
+        super().__init__(stored.path, files, stored.aliases, stored._read_file)
+
+    def items(self, names: Collection[str]) -> Tensors:
+        for name in sorted(names):
+            wanted = [n for n in self._parts.names_in_file(name) if n in self._stored.weight_map]
+            try:
+                yield name, self._parts.join(name, dict(self._stored.items(wanted)))
+            except QuantizedFormError as error:
+                raise CheckpointError(str(error)) from error
 
 
 def open_weights(
@@ -120,11 +146,13 @@ def open_index(
 def _open(path: Path, meta: CheckpointMeta, index: Mapping[str, Any]) -> Weights:
     if meta.is_index:
         weight_map, aliases = _check_index(path, index)
-        return Weights(path, weight_map, aliases, _read_safe if meta.safetensors else _read_torch)
+        if meta.safetensors:
+            return _with_parts(Weights(path, weight_map, aliases, _read_safe))
+        return Weights(path, weight_map, aliases, _read_torch)
     if meta.safetensors:
         with open_tensor_file(path) as file:
             names = list(file.keys())
-        return Weights(path, dict.fromkeys(names, path.name), {}, _read_safe)
+        return _with_parts(Weights(path, dict.fromkeys(names, path.name), {}, _read_safe))
     held = legacy.read_state_dict(path)
     return Weights(
         path,
@@ -132,6 +160,25 @@ def _open(path: Path, meta: CheckpointMeta, index: Mapping[str, Any]) -> Weights
         {},
         lambda _, wanted: ((name, held[name]) for name in wanted),
     )
+
+
+def _with_parts(weights: Weights) -> Weights:
+    """The same weights; where files say that some are in parts, these are put together."""
+    folder, metadata = weights.path.parent, []
+    for name in sorted(set(weights.weight_map.values())):
+        if (folder / name).is_file():  # a missing one is named when it is read
+            with open_tensor_file(folder / name) as file:
+                metadata.append(file.metadata())
+    try:
+        parts = find_parts(metadata, str(weights.path))
+    except QuantizedFormError as error:
+        raise CheckpointError(str(error)) from error
+    if parts is None or not parts.quantized:
+        return weights
+    config = folder / "config.json"
+    block = described(read_json_object(config)) if config.is_file() else None
+    check_versions(block or {}, str(folder))
+    return QuantizedWeights(weights, parts)
 
 
 def _check_index(path: Path, index: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
@@ -191,6 +238,8 @@ def load_into(
 
     Without `assign` values are copied into the module's tensors, which keep device and dtype; with
     it the module takes the loaded tensors, on `device`, and tied names keep sharing one.
+    Quantized weights take the place of a linear layer's own, on whose device and in whose dtype
+    they compute; values cannot be copied into those.
     """
     live = collect_model(module)
     targets: dict[str, list[str]] = {}
@@ -201,7 +250,7 @@ def load_into(
     reached = {live.aliases.get(name, name) for names in targets.values() for name in names}
     missing = sorted(set(live.stored) - reached)
     unexpected = sorted(set(weights.weight_map) - set(targets))
-    problems = _find_misfits(weights, live.by_name, targets, assign)
+    problems = _find_misfits(module, weights, live.by_name, targets, assign)
     if strict and missing:
         problems.append(f"missing in it: {describe_names(missing, unexpected)}")
     if strict and unexpected:
@@ -211,7 +260,7 @@ def load_into(
     if assign:
         _assign(module, weights, targets, live.aliases, device)
     else:
-        _copy(weights, targets, live.by_name, device)
+        _copy(module, weights, targets, live.by_name, device)
     for tensor in module.state_dict(keep_vars=True).values():
         if isinstance(tensor, torch.Tensor):
             # transformers initialises what does not carry this flag
@@ -220,17 +269,25 @@ def load_into(
 
 
 def _find_misfits(
+    module: nn.Module,
     weights: Weights,
     live: Mapping[str, torch.Tensor],
     targets: Mapping[str, list[str]],
     assign: bool,
 ) -> list[str]:
     problems = []
+    real_names = _real_names(module)
     for source, tensor in weights.items(targets):
         for name in targets[source]:
             if tensor.shape != live[name].shape:
                 problems.append(
                     f"{name} is {list(tensor.shape)} there, {list(live[name].shape)} here"
+                )
+            owner = type(module.get_submodule(real_names[name].rpartition(".")[0]))
+            if is_quantized(tensor) and owner not in (nn.Linear, nn.Embedding):
+                problems.append(
+                    f"{name} is quantized there and belongs to a {owner.__name__} here; only "
+                    "nn.Linear can take it"
                 )
     meta = [name for names in targets.values() for name in names if live[name].is_meta]
     if meta and not assign:
@@ -240,14 +297,27 @@ def _find_misfits(
     return problems
 
 
+def _real_names(module: nn.Module) -> dict[str, str]:
+    """By stored name: what the module itself calls it."""
+    return {clean_name(name): name for name in module.state_dict(keep_vars=True)}
+
+
 @torch.no_grad()
 def _copy(
+    module: nn.Module,
     weights: Weights,
     targets: Mapping[str, list[str]],
     live: Mapping[str, torch.Tensor],
     device: str | torch.device,
 ) -> None:
+    real_names = _real_names(module)
     for source, tensor in weights.items(targets):
+        if is_quantized(tensor):
+            for name in targets[source]:
+                new = move(tensor, live[name].device, live[name].dtype)
+                path, _, leaf = real_names[name].rpartition(".")
+                setattr(module.get_submodule(path), leaf, nn.Parameter(new, requires_grad=False))
+            continue
         moved = tensor.to(device)
         for name in targets[source]:
             live[name].copy_(moved)
@@ -261,7 +331,7 @@ def _assign(
     device: str | torch.device,
 ) -> None:
     state = module.state_dict(keep_vars=True)
-    real_names: dict[str, str] = {clean_name(name): name for name in state}
+    real_names = _real_names(module)
     adopted: dict[str, torch.Tensor] = {}
     taken: dict[str, Any] = {}
     for source, tensor in weights.items(targets):
@@ -269,9 +339,10 @@ def _assign(
             canonical = aliases.get(name, name)
             current = state[real_names[name]]
             if canonical not in adopted:
-                new = tensor.to(device, copy=True)
+                new = move(tensor, device)
                 if isinstance(current, nn.Parameter):
-                    new = nn.Parameter(new, requires_grad=current.requires_grad)
+                    trains = current.requires_grad and not is_quantized(new)
+                    new = nn.Parameter(new, requires_grad=trains)
                 adopted[canonical] = new
             taken[real_names[name]] = adopted[canonical]
     # A tie of which the files hold one name: its other names take the same tensor.

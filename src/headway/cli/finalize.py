@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from headway.cli.messages import print_json, print_table, spell_bytes, spell_count
 from headway.errors import ConfigError
+from headway.precision.recipes import RECIPES, find_recipe
+
+if TYPE_CHECKING:
+    from headway.checkpoint.export import Source
+    from headway.checkpoint.quantized import QuantizationPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,8 +24,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", help="float32, bfloat16, float16 or float64 (default: as stored)"
     )
     parser.add_argument("--keep-optimizer", action="store_true", help="take its state along")
-    parser.add_argument("--quantize", metavar="RECIPE", help="not available yet")
+    parser.add_argument(
+        "--quantize", metavar="RECIPE", help=f"linear layers in few bits: {', '.join(RECIPES)}"
+    )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="N",
+        help="weights that share a scale (default: as trained, else the recipe's)",
+    )
+    parser.add_argument(
+        "--exclude",
+        action="append",
+        metavar="REGEX",
+        help="linear layers that stay whole; may be repeated (default: as trained, else the head)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be written")
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+@dataclass
+class _Outcome:
+    """What is told at the end."""
+
+    facts: dict[str, Any]
+    rows: list[tuple[str, str]] = field(default_factory=list)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -27,25 +57,50 @@ def run(options: argparse.Namespace) -> int:
     from headway.checkpoint.export import export_folder, require_new, require_whole
     from headway.cli.checkpoint import open_checkpoint
 
-    if options.quantize is not None:
-        raise ConfigError(
-            f"--quantize {options.quantize}: not available yet (it comes with precision and "
-            "compilation); leave it out and quantize the folder with the tool that serves it"
-        )
+    _check(options)
     target = Path(options.target)
     require_new(target)
     with open_checkpoint(options.source) as source:
         weights = read_source(source)
         if options.keep_optimizer:
             require_whole(source)
-        export_folder(
-            weights,
-            target,
-            dtype=options.dtype,
-            optimizer_of=source if options.keep_optimizer else None,
+        outcome = _describe(options, source, target, weights)
+        if options.quantize is not None:
+            _quantize(options, source, target, weights, outcome)
+        elif not options.dry_run:
+            export_folder(
+                weights,
+                target,
+                dtype=options.dtype,
+                optimizer_of=source if options.keep_optimizer else None,
+            )
+    if options.json:
+        print_json(outcome.facts)
+    else:
+        print_table(outcome.rows)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse what the words alone show to be wrong."""
+    if options.quantize is None:
+        for option in ("group_size", "exclude"):
+            if getattr(options, option) is not None:
+                raise ConfigError(f"--{option.replace('_', '-')}: needs --quantize RECIPE")
+        return
+    find_recipe(options.quantize, "--quantize").resolve_group_size(options.group_size)
+    if options.keep_optimizer:
+        raise ConfigError(
+            "--keep-optimizer: the optimizer's state belongs to whole weights and is of no use to "
+            "quantized ones; leave it out, or leave out --quantize"
         )
+
+
+def _describe(options: argparse.Namespace, source: Path, target: Path, weights: Source) -> _Outcome:
+    if options.dry_run:
+        weights.cast(options.dtype)
     num_parameters = sum(tensor.numel() for tensor in weights.tensors.values())
-    num_bytes = sum(t.numel() * t.element_size() for t in weights.tensors.values())
+    num_bytes = _num_bytes(weights)
     facts = {
         "source": source,
         "target": target,
@@ -53,15 +108,80 @@ def run(options: argparse.Namespace) -> int:
         "num_parameters": num_parameters,
         "bytes": num_bytes,
         "files": sorted(weights.files),
+        "dry_run": options.dry_run,
     }
-    if options.json:
-        print_json(facts)
-        return 0
     rows = [
-        ("model folder", str(target)),
+        ("would be written" if options.dry_run else "model folder", str(target)),
         ("from", f"{source}, step {weights.step:,}"),
         ("weights", f"{spell_count(num_parameters)} parameters, {spell_bytes(num_bytes)}"),
         ("with", ", ".join(sorted(weights.files)) or "no other files"),
     ]
-    print_table(rows)
-    return 0
+    return _Outcome(facts, rows)
+
+
+def _num_bytes(weights: Source) -> int:
+    return sum(t.numel() * t.element_size() for t in weights.tensors.values())
+
+
+def _quantize(
+    options: argparse.Namespace, source: Path, target: Path, weights: Source, outcome: _Outcome
+) -> None:
+    from headway.checkpoint.quantized import (
+        check_dtype,
+        export_quantized,
+        plan_quantization,
+        quantize_source,
+        trained_as,
+    )
+    from headway.cli.model_folder import outline_model
+
+    plan = plan_quantization(
+        weights,
+        outline_model(source),
+        options.quantize,
+        group_size=options.group_size,
+        exclude=options.exclude,
+        trained=trained_as(source),
+    )
+    dtype = check_dtype(plan.recipe, options.dtype)
+    weights.cast(dtype)
+    outcome.facts["quantized"] = _plan_facts(plan)
+    outcome.rows.append(("quantized", _spell_plan(plan)))
+    rest = plan.choice.describe_rest("--exclude")
+    if rest:
+        outcome.rows.append(("left whole", rest))
+    if options.dry_run:
+        return
+    before = _num_bytes(weights)
+    block = quantize_source(weights, plan)
+    after = export_quantized(weights, block, target, dtype)
+    outcome.facts["bytes"] = after
+    outcome.rows[2] = (
+        "weights",
+        f"{spell_count(outcome.facts['num_parameters'])} parameters, {spell_bytes(after)} "
+        f"({spell_bytes(before)} before)",
+    )
+
+
+def _plan_facts(plan: QuantizationPlan) -> dict[str, Any]:
+    return {
+        "recipe": plan.recipe.name,
+        "group_size": plan.group_size,
+        "layers": plan.choice.chosen,
+        "excluded": plan.choice.excluded,
+        "unfit": plan.choice.unfit,
+        "trained_as": None if plan.trained_as is None else plan.trained_as.recipe,
+    }
+
+
+def _spell_plan(plan: QuantizationPlan) -> str:
+    groups = f" in groups of {plan.group_size}" if plan.group_size else " by rows"
+    return (
+        f"{plan.recipe.name}: {len(plan.choice.chosen)}/{plan.choice.num_layers} linear layers, "
+        f"weights {plan.recipe.weights}{groups}, activations {plan.recipe.activations}; "
+        + ("trained for it" if _is_trained(plan) else "rounded after training")
+    )
+
+
+def _is_trained(plan: QuantizationPlan) -> bool:
+    return plan.trained_as is not None and plan.trained_as.recipe == plan.recipe.name

@@ -15,6 +15,7 @@ from headway.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
+    from headway.config.schema import RunConfig
     from headway.data.tokenizer import Tokenizer
 
 
@@ -68,11 +69,29 @@ def _check_whole(folder: Path) -> None:
         raise CheckpointError("\n".join(problems))
 
 
+def outline_model(folder: Path) -> nn.Module:
+    """The model in a folder by its layers and shapes, where possible without memory for them."""
+    from headway.models.initial import blank_causal_lm
+    from headway.trainers.from_config import build_model_to_look_at
+
+    if (folder / "config.json").is_file():
+        return blank_causal_lm(folder)
+    return build_model_to_look_at(_run_of(folder))[0]
+
+
 def _load_by_run(folder: Path) -> nn.Module:
     """A model without a Hugging Face configuration: built as its run built it."""
     from headway.checkpoint import CheckpointManager
-    from headway.config.schema import Component, RunConfig
     from headway.trainers.from_config import build_model_init
+
+    model = build_model_init(_run_of(folder))()
+    CheckpointManager(folder.parent).load_model(model, folder)
+    return model
+
+
+def _run_of(folder: Path) -> RunConfig:
+    """As much of a checkpoint's run as builds its model."""
+    from headway.config.schema import Component, RunConfig
 
     path = folder / "run" / "config.json"
     stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -82,10 +101,7 @@ def _load_by_run(folder: Path) -> nn.Module:
             f"{folder} has no config.json, and its run was not made from a run file: "
             f"load its weights in Python into a model of your own"
         )
-    built_as = Component(component["class_path"], component.get("init_args") or {})
-    model = build_model_init(RunConfig(model=built_as))()
-    CheckpointManager(folder.parent).load_model(model, folder)
-    return model
+    return RunConfig(model=Component(component["class_path"], component.get("init_args") or {}))
 
 
 def load_folder_tokenizer(folder: Path, given: str | None = None) -> Tokenizer:

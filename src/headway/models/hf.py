@@ -21,6 +21,15 @@ from headway.models.decoder import Decoder
 from headway.models.hf_config import from_hf_config, is_supported_family, to_hf_config
 from headway.models.shards import index_name, plan_shards, shard_name
 from headway.models.ties import input_embedding_names, listed_ties, split_ties, tensor_identity
+from headway.precision.quantized import (
+    CONFIG_KEY,
+    QuantizedFormError,
+    check_versions,
+    described,
+    find_parts,
+    is_quantized,
+    move,
+)
 
 WEIGHTS_INDEX = index_name()
 SINGLE_WEIGHTS = "model.safetensors"
@@ -125,7 +134,8 @@ def _put(model: nn.Module, state: Mapping[str, Any], sources: Mapping[str, Tenso
         if id(target) not in adopted:
             new = source
             if isinstance(target, nn.Parameter):
-                new = nn.Parameter(source, requires_grad=target.requires_grad)
+                trains = target.requires_grad and not is_quantized(source)
+                new = nn.Parameter(source, requires_grad=trains)
             adopted[id(target)] = new
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, adopted[id(target)])
@@ -232,18 +242,38 @@ def weight_files(directory: str | Path) -> list[Path]:
     return files
 
 
-def _read_tensors(
+def _read_weights(
     folder: Path, device: str | torch.device, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
+    """Weights by name, those that are stored in parts as one."""
+    try:
+        parts = find_parts(_read_metadata(folder), str(folder))
+        tensors = _read_tensors(folder, device)
+        for name, tensor in tensors if parts is None else parts.join_all(dict(tensors)):
+            cast = dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
+            yield name, move(tensor, device, dtype) if cast else tensor
+    except QuantizedFormError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _read_tensors(folder: Path, device: str | torch.device) -> Iterator[tuple[str, Tensor]]:
+    for file in _open_files(folder, device):
+        for name in file.keys():  # noqa: SIM118 - safe_open has no __iter__
+            yield name, file.get_tensor(name)
+
+
+def _read_metadata(folder: Path) -> list[dict[str, str] | None]:
+    """What each weight file says of itself."""
+    return [file.metadata() for file in _open_files(folder, "cpu")]
+
+
+def _open_files(folder: Path, device: str | torch.device) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
-                for name in file.keys():  # noqa: SIM118 - safe_open has no __iter__
-                    tensor = file.get_tensor(name)
-                    cast = dtype is not None and tensor.is_floating_point()
-                    yield name, tensor.to(dtype) if cast else tensor
+                yield file
         except SafetensorError as error:
             raise ConfigError(f"{str(path)!r} cannot be read: {error}") from error
 
@@ -258,9 +288,15 @@ def load_pretrained(
     """A `Decoder` from a Llama, Qwen3 or Mistral folder; `dtype=None` keeps the stored one.
 
     `config_overrides` replaces fields of the `DecoderConfig` (attention, dropout, ...).
+    A folder of weights quantized by torchao gives a model to evaluate and sample from.
     """
     folder = Path(directory)
-    values = from_hf_config(read_hf_config(folder)).to_dict() | dict(config_overrides or {})
+    hf_config = read_hf_config(folder)
+    block = described(hf_config)
+    if block is not None:
+        check_versions(block, str(folder))
+        del hf_config[CONFIG_KEY]
+    values = from_hf_config(hf_config).to_dict() | dict(config_overrides or {})
     check_fields(values)
     config = DecoderConfig(**values)
     with torch.device("meta"):
@@ -268,7 +304,7 @@ def load_pretrained(
     tied = model.tied_keys()
     tensors = {
         name: tensor
-        for name, tensor in _read_tensors(folder, device, dtype)
+        for name, tensor in _read_weights(folder, device, dtype)
         if name not in tied and not name.endswith(_DERIVED_SUFFIXES)
     }
     load_state(model, tensors, tied)

@@ -126,7 +126,6 @@ def _unsupported(hf_config: Mapping[str, Any]) -> list[str]:
         "hidden_act": ("silu", "swish"),
         "mlp_bias": (False,),
         "attention_dropout": (0.0,),
-        "quantization_config": (),
         "partial_rotary_factor": (1.0,),
     }
     problems = [
@@ -135,6 +134,11 @@ def _unsupported(hf_config: Mapping[str, Any]) -> list[str]:
         for name, allowed in plain.items()
         if hf_config.get(name) is not None and hf_config[name] not in allowed
     ]
+    if hf_config.get("quantization_config") is not None:
+        problems.append(
+            "config.json: quantization_config: the folder's weights are quantized, so that they "
+            "cannot be trained; start from the checkpoint that they were made of"
+        )
     kinds = set(hf_config.get("layer_types") or [])
     if len(kinds) > 1 or kinds - {"full_attention", "sliding_attention"}:
         problems.append(
