@@ -112,6 +112,8 @@ class MinimalTrainingArguments(Arguments):
     """Compile for shapes that change."""
     torch_compile_full_graph: bool = False
     """Fail at a graph break in place of splitting the graph."""
+    torch_compile_scope: str = "blocks"
+    """What is compiled: each of the model's `blocks`, equal ones once, or the whole `model`."""
 
     save_strategy: str = "steps"
     """When to save a checkpoint: `no`, `steps` or `epoch`."""
@@ -171,6 +173,13 @@ class MinimalTrainingArguments(Arguments):
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    gradient_checkpointing_policy: str = "block"
+    """What is recomputed: every `block`, `every_2` (3, ...) of them, or `selective`.
+
+    `selective` keeps the results of matrix products and attention and recomputes the rest.
+    """
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    """Further options of torch's checkpointing, such as `{preserve_rng_state: false}`."""
 
     # Facts of the process, not options: the trainer sets them on the instance.
     _process_index = 0

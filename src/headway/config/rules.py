@@ -43,6 +43,7 @@ def all_rules() -> tuple[Rule, ...]:
     """Every rule, those of the reference by number and then our own."""
     from headway.config import (
         rules_later,
+        rules_memory,
         rules_pairs,
         rules_precision,
         rules_schedule,
@@ -52,6 +53,7 @@ def all_rules() -> tuple[Rule, ...]:
     table = [
         *rules_pairs.RULES,
         *rules_values.RULES,
+        *rules_memory.RULES,
         *rules_precision.RULES,
         *rules_schedule.RULES,
         *rules_later.RULES,

@@ -1,0 +1,116 @@
+"""The rules about recomputation and compilation that arguments alone decide.
+
+Owns: our own rules for these options. Does not own: the reference's (rules_values, rules_pairs).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from headway.config.rules import Check, Rule, default_of
+from headway.config.rules_values import one_of
+from headway.errors import unknown
+
+POLICIES = ("block", "every_2", "every_3", "selective")
+"""`every_` takes any number from 2."""
+COMPILE_SCOPES = ("blocks", "model")
+CHECKPOINTING_KEYS = ("context_fn", "determinism_check", "preserve_rng_state", "use_reentrant")
+_EVERY = re.compile(r"every_([2-9]|[1-9]\d+)")
+_POLICY = "gradient_checkpointing_policy"
+_KWARGS = "gradient_checkpointing_kwargs"
+_COMPANIONS = (
+    "torch_compile_backend",
+    "torch_compile_mode",
+    "torch_compile_dynamic",
+    "torch_compile_full_graph",
+    "torch_compile_scope",
+    "dynamo_recompile_limit",
+)
+# What stands in an option that was left out.
+_FILLED = {"torch_compile_backend": "inductor", "torch_compile_mode": "default"}
+
+
+def _policy(args: Any) -> str | None:
+    value = args.gradient_checkpointing_policy
+    if value in POLICIES or _EVERY.fullmatch(value):
+        return None
+    return f"{unknown(_POLICY, value, POLICIES)}, or every_N with another N from 2"
+
+
+def _checkpointing_keys(args: Any) -> str | None:
+    for key in args.gradient_checkpointing_kwargs or {}:
+        if key not in CHECKPOINTING_KEYS:
+            return unknown(f"{_KWARGS} key", key, CHECKPOINTING_KEYS)
+    return None
+
+
+def _reentrant(args: Any) -> str | None:
+    given = args.gradient_checkpointing_kwargs or {}
+    if args.gradient_checkpointing_policy == "block" or not given.get("use_reentrant"):
+        return None
+    return (
+        f"{_KWARGS}: use_reentrant=True cannot be used with {_POLICY}="
+        f"{args.gradient_checkpointing_policy!r}; leave it out"
+    )
+
+
+def _selects_twice(args: Any) -> str | None:
+    given = args.gradient_checkpointing_kwargs or {}
+    if args.gradient_checkpointing_policy != "selective" or "context_fn" not in given:
+        return None
+    return f"{_KWARGS}: context_fn and {_POLICY}='selective' both say what is kept; give one"
+
+
+def _idle(switch: str, *options: str) -> Check:
+    """Companions of a switch that is off."""
+
+    def check(args: Any) -> str | None:
+        if getattr(args, switch):
+            return None
+        idle = [
+            f"{name}={getattr(args, name)!r}"
+            for name in options
+            if getattr(args, name, None) not in (None, default_of(args, name), _FILLED.get(name))
+        ]
+        if not idle:
+            return None
+        return f"{' and '.join(idle)}: without effect, since {switch} is False"
+
+    return check
+
+
+def _mode_needs_inductor(args: Any) -> str | None:
+    mode, backend = args.torch_compile_mode, args.torch_compile_backend
+    if mode in (None, "default") or backend in (None, "inductor"):
+        return None
+    return (
+        f"torch_compile_mode={mode!r} is a mode of torch_compile_backend='inductor'; with "
+        f"{backend!r} leave it out"
+    )
+
+
+# fmt: off
+RULES: list[Rule] = [
+    Rule("H120", (_POLICY,), "args",
+         f"{_POLICY} is block, selective or every_N with N from 2.", _policy),
+    Rule("H121", (_KWARGS,), "args",
+         f"{_KWARGS} holds options of torch.utils.checkpoint: {', '.join(CHECKPOINTING_KEYS)}.",
+         _checkpointing_keys),
+    Rule("H122", (_KWARGS, _POLICY), "args",
+         "use_reentrant=True is for whole blocks only.", _reentrant),
+    Rule("H123", (_KWARGS, _POLICY), "args",
+         "context_fn takes the place of the selective policy.", _selects_twice),
+    Rule("H124", (_POLICY, _KWARGS, "gradient_checkpointing"), "args",
+         "A policy of recomputation needs gradient_checkpointing.",
+         _idle("gradient_checkpointing", _POLICY, _KWARGS), "warn"),
+    Rule("H125", ("torch_compile_scope",), "args",
+         f"torch_compile_scope is one of {', '.join(COMPILE_SCOPES)}.",
+         one_of("torch_compile_scope", COMPILE_SCOPES)),
+    Rule("H126", ("torch_compile_mode", "torch_compile_backend"), "args",
+         "A mode of compilation is for inductor.", _mode_needs_inductor),
+    Rule("H127", (*_COMPANIONS, "torch_compile"), "args",
+         "Options of the compiler need torch_compile.",
+         _idle("torch_compile", *_COMPANIONS), "warn"),
+]
+# fmt: on
