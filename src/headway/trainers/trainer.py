@@ -42,6 +42,7 @@ from headway.optim.build import (
 )
 from headway.optim.groups import OptimizerGroups
 from headway.precision.amp import check_scaled
+from headway.precision.quantized import require_trainable
 from headway.strategies.base import Strategy
 from headway.strategies.objective import LossFunction, Objective
 from headway.strategies.single import SingleDevice
@@ -349,6 +350,7 @@ class Trainer(Checkpointing, Evaluation):
         self._choose_seed(saver.saved_seed(found))
         self._prepare_model()
         assert self.strategy is not None and self.model is not None
+        require_trainable(self.model)
         loader = self._loader(self.train_dataset, "train_dataset", training=True)
         if self.eval_dataset is not None:
             self._eval_loader = self._loader(self.eval_dataset, "eval_dataset")
