@@ -75,7 +75,13 @@ def examine(run_config: RunConfig) -> dict[str, Any]:
     plan = plan_run(args, loader, 1)
     optimizer, scheduler = from_config.build_optimizer_and_scheduler(run_config, model)
     if scheduler is None:
-        build_scheduler(optimizer, args, plan.expected_steps)
+        build_scheduler(
+            optimizer,
+            args,
+            plan.expected_steps,
+            total_tokens=plan.expected_tokens,
+            tokens_per_step=plan.tokens_per_step,
+        )
     batch = args.per_device_train_batch_size * accumulation
     length = sample_length(train)
     steps, tokens_per_step = plan.expected_steps, None if length is None else batch * length

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from headway.args import TrainingArguments
 from headway.errors import ConfigError
+from headway.optim.group_schedules import make_specs
 from headway.optim.groups import OptimizerGroups, make_groups
-from headway.optim.schedules import make_schedule
+from headway.optim.scheduler import CurveLR
 
 OptimizerFactory = Callable[[Any], Optimizer]
 
@@ -90,16 +91,26 @@ def _can_fuse(param_groups: list[dict[str, Any]]) -> bool:
 
 
 def build_scheduler(
-    optimizer: Optimizer, args: TrainingArguments, total_steps: int | None
-) -> LambdaLR:
-    """The schedule named by `lr_scheduler_type`."""
-    schedule = make_schedule(
-        args.lr_scheduler_type,
+    optimizer: Optimizer,
+    args: TrainingArguments,
+    total_steps: int | None,
+    *,
+    total_tokens: int | None = None,
+    tokens_per_step: int | None = None,
+    tokens_seen: Callable[[], int] | None = None,
+) -> CurveLR:
+    """The schedule named by `lr_scheduler_type`, or by a param group's own `lr_scheduler`.
+
+    `tokens_seen` gives the run's progress to a schedule in tokens.
+    """
+    specs = make_specs(
+        optimizer.param_groups,
+        args,
         total_steps=total_steps,
-        warmup_steps=args.warmup_steps,
-        **(args.lr_scheduler_kwargs or {}),
+        total_tokens=total_tokens,
+        tokens_per_step=tokens_per_step,
     )
-    return LambdaLR(optimizer, schedule)
+    return CurveLR(optimizer, specs, tokens_seen=tokens_seen)
 
 
 def follow_scheduler(optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:

@@ -28,7 +28,8 @@ _ABOVE_ZERO = ("num_cycles", "power", "timescale", "constant_lr", "warmup_lr_rat
 _NAMES = {
     "warmup_type": WARMUP_TYPES,
     "decay_type": DECAY_TYPES,
-    "cooldown_type": DECAY_TYPES,
+    # The exponential goes to the floor, and a cool-down ends above it.
+    "cooldown_type": tuple(kind for kind in DECAY_TYPES if kind != "exponential"),
 }
 
 

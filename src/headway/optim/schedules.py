@@ -111,9 +111,12 @@ class _Ask:
     def room(self) -> int:
         """What is left after the warm-up."""
         if self.length is None:
+            ways = "max_steps (or train_for in steps)"
+            if self.unit == "tokens":
+                ways = "train_for in tokens (or data whose samples have one length)"
             raise ConfigError(
                 f"lr_scheduler_type={self.kind!r} needs to know how many {self.unit} the training "
-                f"has: give max_steps (or train_for in {self.unit}), or use 'constant_with_warmup'"
+                f"has: give {ways}, or use 'constant_with_warmup'"
             )
         return self.length - self.warmup
 
@@ -224,7 +227,12 @@ def _restarts(ask: _Ask) -> list[Segment]:
 def _inverse_sqrt(ask: _Ask) -> list[Segment]:
     timescale = ask.options.get("timescale", ask.warmup)
     if not timescale:
-        timescale = _TIMESCALE_STEPS * ask.stride
+        if ask.unit != "steps":
+            raise ConfigError(
+                f"lr_scheduler_kwargs.timescale: 'inverse_sqrt' in {ask.unit} needs it, or a "
+                f"warm-up to take it from"
+            )
+        timescale = _TIMESCALE_STEPS
     low, high = ask.low, ask.high
     return [
         Segment(
@@ -274,26 +282,18 @@ def _infinite(ask: _Ask) -> list[Segment]:
     segments = []
     if cooldown:
         shape = ask.shape("cooldown_type", "cosine")
-        if shape is None:
-            raise ConfigError(
-                "lr_scheduler_kwargs.cooldown_type='exponential': the cool-down ends at a level, "
-                "not at the floor; use 'cosine' or 'linear'"
-            )
         segments.append(fall("cool-down", ask.begin, cooldown, ask.high, level, shape))
     start, decay = options.get("decay_start"), options.get("decay_steps")
     if start is None and decay is None:
         return [*segments, hold("constant", steady, math.inf, level)]
-    end = None if ask.length is None else ask.start + ask.length
-    if start is None or decay is None:
-        if end is None:
-            raise ConfigError(
-                f"lr_scheduler_kwargs: 'infinite' needs decay_start and decay_{unit} to decay in "
-                f"a training of unknown length, got only one of them"
-            )
-        start = end - decay if start is None else ask.start + start
-        decay = end - start
-    else:
-        start = ask.start + start
+    if ask.length is None and (start is None or decay is None):
+        raise ConfigError(
+            f"lr_scheduler_kwargs: 'infinite' needs decay_start and decay_{unit} to decay in "
+            f"a training of unknown length, got only one of them"
+        )
+    length = ask.length or 0
+    start = ask.start + (length - (decay or 0) if start is None else start)
+    decay = ask.start + length - start if decay is None else decay
     if start < steady or decay <= 0:
         raise ConfigError(
             f"lr_scheduler_kwargs: 'infinite' decays over {decay} {unit} from {start} on, which "

@@ -31,6 +31,10 @@ class RunPlan:
     log_trigger: Trigger
     eval_trigger: Trigger
     save_trigger: Trigger
+    tokens_per_step: int | None = None
+    """Tokens of a full optimizer step, where every sample has one length."""
+    expected_tokens: int | None = None
+    """Tokens of the whole run: the budget, or what the expected steps come to."""
 
     def describe(self, state: TrainerState, args: TrainingArguments) -> None:
         """Show the plan in the state, in the terms Hugging Face's callbacks read."""
@@ -84,12 +88,14 @@ def plan_run(
     train_for = Duration.parse(args.train_for) if args.train_for is not None else None
     stop_at = Duration.parse(args.stop_at) if args.stop_at is not None else None
     max_steps = _max_steps(args, train_for, steps_per_epoch)
-    expected = max_steps
-    if expected is None and train_for is not None and train_for.unit == "tokens":
-        length = sample_length(loader.dataset)
-        if length is not None:
-            samples = args.per_device_train_batch_size * loader.deal.accumulation * world_size
-            expected = math.ceil(train_for.value / (samples * length))
+    expected, tokens = max_steps, None
+    step_tokens = _step_tokens(args, loader, world_size)
+    if train_for is not None and train_for.unit == "tokens":
+        tokens = int(train_for.value)
+        if step_tokens is not None:
+            expected = math.ceil(tokens / step_tokens)
+    elif expected is not None and step_tokens is not None:
+        tokens = _count_tokens(loader, expected, steps_per_epoch, step_tokens)
     return RunPlan(
         steps_per_epoch=steps_per_epoch,
         max_steps=max_steps,
@@ -105,7 +111,28 @@ def plan_run(
             args.eval_strategy, args.eval_steps, args.eval_every, delay=args.eval_delay
         ),
         save_trigger=_trigger(args.save_strategy, args.save_steps, args.save_every),
+        tokens_per_step=step_tokens,
+        expected_tokens=tokens,
     )
+
+
+def _step_tokens(args: TrainingArguments, loader: WindowLoader, world_size: int) -> int | None:
+    length = sample_length(loader.dataset)
+    if length is None:
+        return None
+    return args.per_device_train_batch_size * loader.deal.accumulation * world_size * length
+
+
+def _count_tokens(
+    loader: WindowLoader, num_steps: int, steps_per_epoch: int, step_tokens: int
+) -> int:
+    """Tokens of so many steps; the last step of an epoch may be a smaller one."""
+    if loader.num_samples is None:
+        return num_steps * step_tokens
+    length = sample_length(loader.dataset)
+    assert length is not None, "a step has a known number of tokens only then"
+    epochs, rest = divmod(num_steps, steps_per_epoch)
+    return epochs * loader.deal.usable(loader.num_samples) * length + rest * step_tokens
 
 
 def _max_steps(

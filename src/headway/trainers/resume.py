@@ -11,7 +11,7 @@ import datetime
 import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,14 @@ _NOT_COMPARED = {
 }
 # Settings that the optimizer's param groups hold, and these come from the checkpoint.
 _IN_PARAM_GROUPS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-_CURVE = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+_CURVE = (
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "lr_scheduler_unit",
+    "warmup_ratio",
+    "warmup_steps",
+    "warmup_tokens",
+)
 _LENGTH = ("max_steps", "num_train_epochs", "train_for")
 _ABSENT = "(absent)"
 _COUNTERS: dict[str, Any] = {
@@ -214,6 +221,8 @@ class ResumeReport:
     differences: list[Difference]
     fingerprints: dict[str, dict[str, Any]]
     versions: dict[str, dict[str, str | None]]
+    schedule: list[str] = field(default_factory=list)
+    """How the learning-rate schedule differs from the saved one, with the rates; logged by it."""
 
     @property
     def changed_parts(self) -> list[str]:
@@ -266,6 +275,7 @@ def make_report(
     config: Mapping[str, Any],
     fingerprints: Mapping[str, Any],
     loaded: Collection[str],
+    schedule: Collection[str] = (),
     left_out_by: str = "load_components",
 ) -> ResumeReport:
     """Compare a loaded checkpoint with the run that goes on from it."""
@@ -295,4 +305,5 @@ def make_report(
             "headway": {"saved": manifest.headway_version, "current": now["headway"]},
             "torch": {"saved": manifest.torch_version, "current": now["torch"]},
         },
+        schedule=list(schedule),
     )

@@ -27,6 +27,7 @@ from headway.engine.best import require_metric
 from headway.models.hf import generation_config_of, hf_config_of
 from headway.optim.build import follow_scheduler
 from headway.optim.schedule_state import ScheduleState
+from headway.optim.scheduler import CurveLR
 from headway.trainers.fingerprints import take_fingerprints
 from headway.trainers.outside_weights import check_source, take_weights
 from headway.trainers.preflight import check_output_dir
@@ -298,6 +299,8 @@ class Saver:
             trainer.state.restore(loaded.trainer_state)
         if len({"optimizer", "scheduler"} & keys) == 1:
             follow_scheduler(trainer.optimizer, trainer.lr_scheduler)
+        if isinstance(trainer.lr_scheduler, CurveLR):
+            trainer.lr_scheduler.mark()
         trainer.bus.fire("on_load", path=str(loaded.path))
         return loaded
 
@@ -313,6 +316,7 @@ class Saver:
             config=self._run_config,
             fingerprints=self._fingerprints,
             loaded=wanted,
+            schedule=getattr(trainer.lr_scheduler, "changes", ()) if "scheduler" in wanted else (),
             left_out_by=(
                 "checkpoint_components"
                 if trainer.args.load_components is None

@@ -40,6 +40,7 @@ from headway.optim.build import (
     build_scheduler,
     check_scheduler,
 )
+from headway.optim.group_schedules import refuse_group_schedules
 from headway.optim.groups import OptimizerGroups
 from headway.precision.amp import check_scaled
 from headway.precision.quantized import require_trainable
@@ -306,12 +307,20 @@ class Trainer(Checkpointing, Evaluation):
         if self.strategy.adopt is not None:
             self.strategy.adopt(self.optimizer)
         if self._lr_scheduler_factory is not None:
+            refuse_group_schedules(self.optimizer.param_groups)
             self.lr_scheduler = self._lr_scheduler_factory(self.optimizer)
             check_scheduler(self.lr_scheduler)
             if isinstance(self.lr_scheduler, TrainerCallback):
                 self.bus.add(self.lr_scheduler)
         else:
-            self.lr_scheduler = build_scheduler(self.optimizer, self.args, plan.expected_steps)
+            self.lr_scheduler = build_scheduler(
+                self.optimizer,
+                self.args,
+                plan.expected_steps,
+                total_tokens=plan.expected_tokens,
+                tokens_per_step=plan.tokens_per_step,
+                tokens_seen=lambda: self.state.num_input_tokens_seen,
+            )
         self.bus.kwargs.update(optimizer=self.optimizer, lr_scheduler=self.lr_scheduler)
 
     # Training
