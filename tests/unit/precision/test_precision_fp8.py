@@ -1,0 +1,219 @@
+"""FP8 training on a CPU, where torchao computes all recipes: arithmetic, choice of layers, limits."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("torchao")
+
+from headway.args import HEAD_LAYERS
+from headway.checkpoint.tensors import read_shards
+from headway.errors import ConfigError
+from headway.precision import fp8
+from headway.testing import tiny_decoder, tiny_trainer
+
+CPU = torch.device("cpu")
+E4M3_MAX = 448.0
+
+
+@pytest.fixture
+def anywhere():
+    with fp8.on_any_device():
+        yield
+
+
+def fp8_layers(model: nn.Module) -> list[str]:
+    return [n for n, m in model.named_modules() if type(m).__name__ == "Float8Linear"]
+
+
+def in_eight_bits(tensor: Tensor) -> Tensor:
+    """The nearest FP8 values under one scale for the whole tensor."""
+    scale = E4M3_MAX / tensor.abs().max()
+    scaled = (tensor * scale).clamp(-E4M3_MAX, E4M3_MAX)
+    return scaled.to(torch.float8_e4m3fn).float() / scale
+
+
+def test_tensorwise_computes_with_values_of_eight_bits(anywhere):
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(64, 32, bias=False))
+    x, plain = torch.randn(5, 16, 64), layer[0].weight
+    with torch.no_grad():
+        whole = layer(x)
+        by_hand = in_eight_bits(x) @ in_eight_bits(plain).T
+    fp8.convert(layer, "tensorwise", 16, CPU)
+    out = layer(x)
+    assert torch.allclose(out, by_hand, atol=1e-4)
+    assert not torch.allclose(out, whole, atol=1e-4)
+    out.sum().backward()
+    assert plain.grad is not None and layer[0].weight is plain
+
+
+@pytest.mark.parametrize("recipe", fp8.RECIPES)
+def test_every_recipe_trains_and_leaves_names_and_dtypes(recipe, anywhere):
+    torch.manual_seed(0)
+    model = tiny_decoder()
+    before = {name: (id(p), p.dtype) for name, p in model.named_parameters()}
+    names = list(model.state_dict())
+    ids = torch.randint(0, 258, (2, 16))
+    whole = model(ids, labels=ids).loss.item()
+    assert fp8.convert(model, recipe, 16, CPU, exclude=HEAD_LAYERS) is model
+    assert {name: (id(p), p.dtype) for name, p in model.named_parameters()} == before
+    assert list(model.state_dict()) == names
+    assert len(fp8_layers(model)) == 14
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(12):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(whole, rel=1e-2) and losses[0] != whole
+    assert losses[-1] < losses[0] - 1
+
+
+def test_the_head_stays_out_unless_asked_for(anywhere, caplog):
+    caplog.set_level(logging.INFO)
+    model = fp8.convert(tiny_decoder(vocab_size=256), "tensorwise", 16, CPU, exclude=HEAD_LAYERS)
+    assert "lm_head" not in fp8_layers(model)
+    assert "converted 14/15 Linear layers; as they were: lm_head (named by fp8_exclude)" in (
+        caplog.text
+    )
+    model = fp8.convert(tiny_decoder(vocab_size=256), "tensorwise", 16, CPU)
+    assert "lm_head" in fp8_layers(model)
+
+
+def test_layers_that_are_not_aligned_stay_and_are_told(anywhere, caplog):
+    caplog.set_level(logging.INFO)
+    model = tiny_decoder(intermediate_size=72)
+    fp8.convert(model, "tensorwise", 16, CPU, exclude=HEAD_LAYERS)
+    assert not any("mlp" in name for name in fp8_layers(model))
+    assert "converted 8/15 Linear layers" in caplog.text
+    assert "no multiple of fp8_dim_alignment=16" in caplog.text
+    model = tiny_decoder(intermediate_size=72)
+    fp8.convert(model, "tensorwise", 0, CPU, exclude=HEAD_LAYERS)
+    assert sum("mlp" in name for name in fp8_layers(model)) == 6
+
+
+def test_nothing_to_convert_is_an_error_with_the_reason(anywhere):
+    with pytest.raises(ConfigError, match="none of the 15 .*fp8_dim_alignment=1024"):
+        fp8.convert(tiny_decoder(), "rowwise", 1024, CPU, exclude=HEAD_LAYERS)
+    with pytest.raises(ConfigError, match="none of the 15 .*named by fp8_exclude"):
+        fp8.convert(tiny_decoder(), "rowwise", 16, CPU, exclude=["."])
+    with pytest.raises(ConfigError, match="has no linear layer"):
+        fp8.convert(nn.Sequential(nn.Embedding(4, 4)), "rowwise", 16, CPU)
+    # A stage of a pipeline may hold nothing but the head.
+    stage = nn.ModuleDict({"lm_head": nn.Linear(32, 32)})
+    fp8.convert(stage, "rowwise", 16, CPU, exclude=HEAD_LAYERS, is_part=True)
+    assert fp8_layers(stage) == []
+
+
+def test_a_pattern_that_matches_nothing_is_told_with_the_nearest_name(anywhere, caplog):
+    exclude = [*HEAD_LAYERS, "layers.0.mlp.up_prj"]
+    model = fp8.convert(tiny_decoder(), "tensorwise", 16, CPU, exclude=exclude)
+    assert "'layers.0.mlp.up_prj' matches no linear layer; the nearest name is" in caplog.text
+    assert "embed_out" not in caplog.text, "the usual names of heads are not all expected"
+    caplog.clear()
+    fp8.convert(tiny_decoder(), "tensorwise", 16, CPU, exclude=["mlp"])
+    assert "matches no" not in caplog.text and len(fp8_layers(model)) == 14
+
+
+def test_layers_with_a_class_of_their_own_keep_it(anywhere):
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(nn.Linear(32, 32), Doubled(32, 32))
+    fp8.convert(model, "tensorwise", 16, CPU)
+    assert fp8_layers(model) == ["0"] and type(model[1]) is Doubled
+    fp8.convert(model, "rowwise", 16, CPU)  # again, by a second run with the same model
+    assert fp8_layers(model) == ["0"]
+
+
+def test_a_model_without_values_can_be_converted(anywhere):
+    with torch.device("meta"):
+        model = tiny_decoder(tie_embeddings=True)
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    before = dict(model.named_parameters())
+    fp8.convert(model, "rowwise", 16, CPU, exclude=HEAD_LAYERS)
+    after = dict(model.named_parameters())
+    assert all(after[name] is before[name] for name in before) and after.keys() == before.keys()
+    assert model.is_blank and model.lm_head.weight is model.model.embed_tokens.weight
+
+
+# -- limits -----------------------------------------------------------------------------------
+
+
+def test_a_cpu_is_refused_before_a_model_is_built(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=1, fp8_recipe="rowwise")
+    trainer.model_init = lambda: pytest.fail("the model was built")
+    with pytest.raises(ConfigError, match=r"fp8_recipe='rowwise' needs .* 8\.9 .* is on cpu"):
+        trainer.train()
+
+
+def test_a_device_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    with pytest.raises(ConfigError, match=r"A100 \(cuda:1\) has 8\.0.*bf16"):
+        fp8.check("tensorwise", torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    fp8.check("tensorwise", torch.device("cuda:1"))
+
+
+def test_a_version_that_fails_is_refused(monkeypatch, anywhere):
+    monkeypatch.setattr(fp8, "torchao_version", lambda: "0.16.0")
+    with pytest.raises(ConfigError, match=r"rowwise_with_gw_hp.* fails in torchao 0\.16\.0"):
+        fp8.check("rowwise_with_gw_hp", CPU)
+    fp8.check("rowwise", CPU)
+
+
+def test_an_unknown_recipe_has_a_nearest_name(anywhere):
+    with pytest.raises(ConfigError, match="did you mean 'tensorwise'"):
+        fp8.check("tensorwize", CPU)
+
+
+# -- runs -------------------------------------------------------------------------------------
+
+
+def train(folder: Path, recipe: str | None, **arguments: Any) -> Any:
+    trainer = tiny_trainer(
+        folder, save_strategy="steps", save_steps=4, fp8_recipe=recipe, **arguments
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(("first", "second"), [("tensorwise", None), (None, "rowwise")])
+def test_runs_with_and_without_fp8_exchange_checkpoints(first, second, tmp_path, anywhere):
+    train(tmp_path, first, max_steps=4)
+    saved = read_shards(tmp_path / "out" / "checkpoint-4", "model")
+    moments = read_shards(tmp_path / "out" / "checkpoint-4", "optimizer")
+    plain = tiny_decoder().state_dict()
+    assert {n: (t.dtype, t.shape) for n, t in saved.items()} == {
+        n: (t.dtype, t.shape) for n, t in plain.items()
+    }
+    assert {t.dtype for n, t in moments.items() if "exp_avg" in n} == {torch.float32}
+    trainer = train(tmp_path, second, max_steps=8)
+    assert trainer.state.global_step == 8
+    assert bool(fp8_layers(trainer.model)) == (second is not None)
+    again = read_shards(tmp_path / "out" / "checkpoint-8", "model")
+    assert again.keys() == saved.keys()
+
+
+def test_a_run_logs_what_it_converted_and_differs_from_a_plain_one(tmp_path, anywhere, caplog):
+    caplog.set_level(logging.INFO)
+    losses = {}
+    for recipe in (None, "tensorwise"):
+        trainer = tiny_trainer(
+            tmp_path / str(recipe), max_steps=3, fp8_recipe=recipe, fp8_exclude=["lm_head", "mlp"]
+        )
+        losses[recipe] = trainer.train().training_loss
+    assert "FP8 (tensorwise): converted 8/15 Linear layers" in caplog.text
+    assert losses[None] != losses["tensorwise"]
+    assert losses["tensorwise"] == pytest.approx(losses[None], rel=1e-2)
