@@ -1,7 +1,8 @@
 """Optimizer state by parameter name, out of the optimizer and back into it.
 
 Owns: tensors keyed `<state>.<parameter name>`, param groups and scalars as JSON, strict matching
-at load. Does not own: building optimizers, or the shards (tensors.py).
+at load. Does not own: building optimizers, the shards (tensors.py), or states that are tensors
+made of tensors (wrapped.py), whose inner ones are keyed `<state>:<inner>.<parameter name>`.
 `Optimizer.load_state_dict` is not used: it matches by position and casts every state to its
 parameter's dtype, so float32 moments of a bfloat16 parameter would not come back as they were.
 """
@@ -21,9 +22,18 @@ from headway.checkpoint.header import StoredTensor
 from headway.checkpoint.intake import Destination
 from headway.checkpoint.model import describe_names
 from headway.checkpoint.sharding import as_destination, empty_state, local_tensor
+from headway.checkpoint.staged import TensorSlice
 from headway.checkpoint.tensors import ShardReader, num_bytes, why_not_storable
 from headway.checkpoint.tree import join_tree, split_tree
+from headway.checkpoint.wrapped import (
+    inner_names,
+    is_description,
+    is_wrapped,
+    put_together,
+    take_apart,
+)
 from headway.errors import ConfigError
+from headway.optim.multi import GROUP_CLASS
 
 # Chosen for the machine at hand, not part of the trajectory: the live values stay.
 _KEPT_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -59,9 +69,12 @@ def _named_params(
 
 def split_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str]
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The optimizer's state as a JSON object and tensors; `names` maps `id(param)` to its name."""
-    tensors: dict[str, torch.Tensor] = {}
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The optimizer's state as a JSON object and tensors; `names` maps `id(param)` to its name.
+
+    Of a state in few bits that ranks hold together, the tensors are `TensorSlice`.
+    """
+    tensors: dict[str, Any] = {}
     params: dict[str, Any] = {}
     groups = _named_params(optimizer, names)
     for members in groups:
@@ -85,12 +98,20 @@ def split_optimizer(
 
 
 def _split_param(
-    name: str, param: torch.Tensor, state: Mapping[str, Any], tensors: dict[str, torch.Tensor]
+    name: str,
+    param: torch.Tensor,
+    state: Mapping[str, Any],
+    tensors: dict[str, torch.Tensor | TensorSlice],
 ) -> dict[str, Any]:
-    stored, on_host, values = [], [], {}
+    stored, on_host, values, wrapped = [], [], {}, {}
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
             values[key] = value
+            continue
+        if is_wrapped(value):
+            wrapped[key], inner = take_apart(value, param)
+            stored += [f"{key}:{part}" for part in inner]
+            tensors.update({f"{key}:{part}.{name}": tensor for part, tensor in inner.items()})
             continue
         reason = why_not_storable(local_tensor(value))
         if reason:
@@ -99,18 +120,19 @@ def _split_param(
         tensors[f"{key}.{name}"] = value
         if value.device.type == "cpu" and param.device.type != "cpu":
             on_host.append(key)
-    encoded, inner = split_tree(values, what=f"optimizer state of {name}")
-    if inner:
+    encoded, contained = split_tree(values, what=f"optimizer state of {name}")
+    if contained:
         raise ConfigError(
-            f"optimizer state of {name}: {', '.join(inner)} is a tensor inside a container; "
+            f"optimizer state of {name}: {', '.join(contained)} is a tensor inside a container; "
             "only tensors directly in the state can be saved"
         )
-    return {
+    described = {
         "shape": list(param.shape),
         "tensors": stored,
         "on_host": on_host,
         "values": encoded,
     }
+    return {**described, "wrapped": wrapped} if wrapped else described
 
 
 # Tensors of the parameter's size that a step creates, for classes that create them lazily.
@@ -123,6 +145,8 @@ _NUM_MOMENTS = {
     "Adadelta": 2,
     "RMSprop": 1,
     "Adagrad": 1,
+    "Muon": 1,
+    "StochasticAdamW": 2,
 }
 _COUNTER_BYTES = 4
 
@@ -136,18 +160,24 @@ def expected_state_bytes(
     """
     total = 0
     for group in optimizer.param_groups:
-        moments = _NUM_MOMENTS.get(type(optimizer).__name__, 0)
+        kind = group.get(GROUP_CLASS, type(optimizer).__name__)
+        moments = _NUM_MOMENTS.get(kind, 0)
         moments += bool(group.get("amsgrad")) + (
-            type(optimizer).__name__ in ("SGD", "RMSprop") and bool(group.get("momentum"))
+            kind in ("SGD", "RMSprop") and bool(group.get("momentum"))
         )
         for param in group["params"]:
             state = optimizer.state.get(param)
             if state:
-                tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-                total += sum(padded(num_bytes(local_tensor(tensor))) for tensor in tensors)
+                tensors: dict[str, torch.Tensor | TensorSlice] = {}
+                _split_param("", param, state, tensors)
+                total += sum(padded(_size_of(tensor)) for tensor in tensors.values())
             elif moments and param.requires_grad:
                 total += moments * padded(num_bytes(local_tensor(param))) + padded(_COUNTER_BYTES)
     return total
+
+
+def _size_of(held: torch.Tensor | TensorSlice) -> int:
+    return num_bytes(held.tensor if isinstance(held, TensorSlice) else local_tensor(held))
 
 
 def merge_optimizers(encoded: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -212,6 +242,7 @@ def plan_optimizer(
     rest = join_tree(encoded["rest"], dict(reader.items(rest_names)), what=file)
     _check_settings(rest, len(encoded["groups"]), file)
     chosen = _match_groups(groups, encoded["groups"], rest["param_groups"])
+    _check_classes(optimizer, chosen, file)
     states, destinations = _plan_states(optimizer, groups, encoded["params"], reader)
 
     def finish() -> None:
@@ -250,11 +281,20 @@ def _check_structure(encoded: Mapping[str, Any], file: str) -> None:
             and isinstance(param["values"], dict)
             and _is_texts(param["tensors"])
             and _is_texts(param["on_host"])
+            and _is_wrapped_part(param.get("wrapped", {}), param["tensors"])
             for param in params.values()
         )
     )
     if not fits:
         raise CheckpointError(f"{file} does not have the structure of an optimizer's state")
+
+
+def _is_wrapped_part(wrapped: Any, tensors: list[str]) -> bool:
+    return isinstance(wrapped, dict) and all(
+        is_description(described)
+        and {f"{key}:{inner}" for inner in inner_names(described)} <= set(tensors)
+        for key, described in wrapped.items()
+    )
 
 
 def _check_settings(rest: Any, num_groups: int, file: str) -> None:
@@ -324,6 +364,19 @@ def _match_groups(
     return chosen
 
 
+def _check_classes(
+    optimizer: torch.optim.Optimizer, chosen: Sequence[Mapping[str, Any] | None], file: str
+) -> None:
+    """Refuse the state of another class in a group of a joined optimizer."""
+    for group, saved in zip(optimizer.param_groups, chosen):
+        if saved is not None and saved.get(GROUP_CLASS) != group.get(GROUP_CLASS):
+            which = ", ".join(group.get("param_names", [])[:3])
+            raise CheckpointError(
+                f"{file} does not fit the optimizer: {which}, ... were updated by "
+                f"{saved.get(GROUP_CLASS)} there, by {group.get(GROUP_CLASS)} here"
+            )
+
+
 def _same_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     def plain(value: Any) -> Any:
         return value.tolist() if isinstance(value, torch.Tensor) else value
@@ -362,7 +415,18 @@ def _plan_states(
         for name, param in members.items():
             states[name] = join_tree(saved[name]["values"], {})
             held = optimizer.state.get(param, {})
+            inside: set[str] = set()
+            for key, described in saved[name].get("wrapped", {}).items():
+                names = {part: f"{key}:{part}" for part in inner_names(described)}
+                inside.update(names.values())
+                stored_parts = {part: located[f"{full}.{name}"] for part, full in names.items()}
+                states[name][key], parts = put_together(
+                    described, stored_parts, param, held.get(key), f"state {key} of {name}"
+                )
+                destinations += parts
             for key in saved[name]["tensors"]:
+                if key in inside:
+                    continue
                 if key == "step":
                     on_host = not counts_on_device
                 else:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from headway.checkpoint.component import StateComponent
 from headway.data.counting import count_samples, count_targets, count_tokens
 from headway.data.loader import Window, WindowLoader
+from headway.errors import ConfigError
 from headway.models.generation import generate
+from headway.optim.in_backward import BackwardSteps
 from headway.precision.scaler import backward
 from headway.strategies.base import DataShard, EvalStep, Notify, Strategy
 from headway.strategies.movement import move_batch
@@ -25,12 +27,18 @@ from headway.strategies.stepping import take_step
 
 
 class SingleDevice(Strategy):
-    """The strategy of a laptop and of one GPU."""
+    """The strategy of a laptop and of one GPU.
+
+    `step_in_backward` has the optimizer update each parameter inside the backward pass.
+    """
 
     name = "single"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, step_in_backward: bool = False) -> None:
         self.device = device
+        self._steps: BackwardSteps | None = None
+        if step_in_backward:
+            self.adopt = self._step_in_backward
         self._moves = self._reading_waits = device.type != "cpu"
         self._model: nn.Module | None = None
         self._parameters: list[nn.Parameter] = []
@@ -39,6 +47,11 @@ class SingleDevice(Strategy):
         self._model = source.finish(source.build()).to(self.device)
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         return self._model
+
+    def _step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._steps is not None:
+            self._steps.close()
+        self._steps = BackwardSteps(optimizer, reading_waits=self._reading_waits)
 
     def feed(self, loader: WindowLoader, *, training: bool = True) -> Iterator[Window]:
         return loader.windows() if training else single_batches(loader)
@@ -53,12 +66,16 @@ class SingleDevice(Strategy):
         model, total = self._model, None
         assert model is not None, "setup comes first"
         alone = len(window.micro_batches) == 1
+        if self._steps is not None:
+            check_whole(window)
         for batch in window.micro_batches:
             notify("on_forward_backward_begin")
             own = window.num_target_tokens if alone else count_targets(batch)
             batch = move_batch(batch, self.device) if self._moves else batch
             with self.train_context():
                 loss = objective.loss(model, batch, num_targets, own)
+            if self._steps is not None:
+                self._steps.begin(loss.detach(), self.before_apply)
             backward(loss, self.loss_scale)
             loss = loss.detach()
             total = loss if total is None else total + loss
@@ -78,6 +95,10 @@ class SingleDevice(Strategy):
             return EvalStep(*objective.evaluate(self._model, batch, with_logits=with_logits))
 
     def clip(self, max_norm: float | None) -> Tensor:
+        if self._steps is not None:
+            norms = self._steps.norms_of(self._parameters)
+            zero = torch.zeros((), device=self.device)
+            return torch.linalg.vector_norm(torch.stack(norms)) if norms else zero
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if not gradients:
             return torch.zeros((), device=self.device)
@@ -87,6 +108,9 @@ class SingleDevice(Strategy):
         return norm
 
     def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> bool:
+        if self._steps is not None:
+            self._steps.finish()
+            return True
         if self.before_apply is not None:
             self.before_apply()
         # Anything not finite in the two makes their sum so.
@@ -114,8 +138,23 @@ class SingleDevice(Strategy):
             return generate(self.unwrap(), input_ids.to(self.device), **options)
 
     def teardown(self) -> None:
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
         self._model = None
         self._parameters = []
+
+
+def check_whole(window: Window) -> None:
+    """Refuse a step of several micro-batches: an update in the backward pass comes before its end.
+
+    How many there are may follow from a global batch, so it is known only now.
+    """
+    if len(window.micro_batches) > 1:
+        raise ConfigError(
+            f"fuse_optim_with_backward cannot be used with {len(window.micro_batches)} "
+            f"micro-batches in a step: the gradient has to be whole before the update"
+        )
 
 
 def single_batches(loader: WindowLoader) -> Iterator[Window]:

@@ -64,7 +64,7 @@ def test_frozen_and_tied_parameters_appear_at_most_once():
         ({"g": {"regex": "("}}, "does not compile"),
         ({"g": {"regex": "x", "config": 3}}, "optimizer_groups.g.config"),
         ({"g": {"regex": "x", "confg": {}}}, "did you mean 'config'"),
-        ({"g": {"regex": "x", "factory": print}}, "not available yet"),
+        ({"g": {"regex": "x", "factory": "SGD"}}, "must be callable"),
     ],
 )
 def test_malformed_groups(groups, message):

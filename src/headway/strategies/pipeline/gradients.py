@@ -5,7 +5,7 @@ Owns: the collectives on gradients. Does not own: making gradients (running.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -64,15 +64,27 @@ class Gradients:
             yield bucket
 
     @torch.no_grad()
-    def clip(self, max_norm: float | None) -> Tensor:
-        """The norm over all stages, each tied weight once; gradients are scaled down above it."""
-        gradients = [p.grad for p in self._counted if p.grad is not None]
+    def clip(
+        self,
+        max_norm: float | None,
+        norms_of: Callable[[Sequence[nn.Parameter]], Sequence[Tensor]] | None = None,
+    ) -> Tensor:
+        """The norm over all stages, each tied weight once; gradients are scaled down above it.
+
+        `norms_of` gives the norms where gradients are gone already.
+        """
+        norms = (norms_of or _norms)(self._counted)
         # In float64: a large norm of float32 has no square in it.
         square = torch.zeros((), dtype=torch.float64, device=self._device)
-        if gradients:
-            square = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        if norms:
+            square = torch.stack(list(norms)).double().square().sum()
         dist.all_reduce(square, group=self._pipeline)
         norm = square.sqrt().float()
         if max_norm:
             nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm, foreach=True)
         return norm
+
+
+def _norms(parameters: Sequence[nn.Parameter]) -> Sequence[Tensor]:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return torch._foreach_norm(gradients) if gradients else []

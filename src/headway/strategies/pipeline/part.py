@@ -14,6 +14,7 @@ from torch import nn
 
 from headway.models.hf import hf_config_of
 from headway.models.operations import count_matmul_parameters
+from headway.optim.kinds import Kinds
 from headway.strategies.pipeline.placement import Tie
 
 
@@ -37,6 +38,8 @@ class ModelPart(_Branch):
         """The class of the whole model."""
         self.trains_elsewhere = any(p.requires_grad for p in model.parameters())
         """Whether the whole model is trained, though all layers here may be frozen."""
+        self.parameter_kinds: Kinds | None = None
+        """Kinds of all parameters of the whole model, so that ranks treat a tied one alike."""
         self._hf_config = hf_config_of(model)
         self._num_matmul_parameters = count_matmul_parameters(model)
         self._tied_weights_keys = {

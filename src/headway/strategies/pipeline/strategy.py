@@ -21,6 +21,8 @@ from headway.dist.agreement import exchange
 from headway.dist.group import DistributedContext
 from headway.errors import ConfigError
 from headway.models.split import CausalLMStage
+from headway.optim.in_backward import BackwardSteps
+from headway.optim.kinds import parameter_kinds
 from headway.strategies.base import DataShard, EvalStep, Notify
 from headway.strategies.objective import Objective
 from headway.strategies.pipeline.generation import pipeline_generate
@@ -36,6 +38,7 @@ from headway.strategies.pipeline.schedules import find_schedule
 from headway.strategies.pipeline.splitter import ModelSplitter, check_stages, split_automatically
 from headway.strategies.pipeline.stages import StageCall
 from headway.strategies.ranked import RankedStrategy, join_buffers
+from headway.strategies.single import check_whole
 from headway.strategies.source import ModelSource
 
 if TYPE_CHECKING:
@@ -75,6 +78,10 @@ class PipelineStrategy(RankedStrategy):
         self._last_place = self.layout.rank_of(self.layout.num_stages - 1)
         self._groups = make_groups(self.layout, context.rank, self._host, on_host=not self._moves)
         self._part: ModelPart | None = None
+        self._steps: BackwardSteps | None = None
+        self._tied: list[nn.Parameter] = []
+        if args.fuse_optim_with_backward:
+            self._fuse_optimizer()
         self.before_save = self._join_buffers
         if args.debug_pipeline:
             logger.info(
@@ -96,6 +103,7 @@ class PipelineStrategy(RankedStrategy):
                 "rank builds only its own stages"
             )
         model, layout, args = source.build_meta(), self.layout, self._args
+        kinds = parameter_kinds(model)  # before a splitter takes it apart
         stages = self._splitter(model, layout.num_stages)
         check_stages(stages, model, layout.num_stages)
         numbers = layout.stages_of(self._place)
@@ -118,6 +126,7 @@ class PipelineStrategy(RankedStrategy):
                 stage.plain_loss = self._schedule.facts.is_zero_bubble
             source.finish(stage)
         self._part = ModelPart(model, own, ties, self._place)
+        self._part.parameter_kinds = kinds
         calls = {number: StageCall(stages, number, model) for number in numbers}
         group = self._groups.pipeline
         self._relay = Relay(layout, calls, self._ranks, group, self.device)
@@ -131,10 +140,27 @@ class PipelineStrategy(RankedStrategy):
             replicas=self._groups.replicas if layout.num_replicas > 1 else None,
             device=self.device,
         )
+        # Their gradient is whole when all stages, and all ranks that hold a copy, have made theirs.
+        own_ties = [tie for tie in ties if self._place in tie.members]
+        self._tied = [self._part.get_parameter(tie.canonical) for tie in own_ties]
         if args.debug_model_params:
             for name, parameter in self._part.named_parameters():
                 logger.info("parameter %s: %s, %s", name, parameter.device, parameter.dtype)
         return self._part
+
+    def _fuse_optimizer(self) -> None:
+        if self.layout.num_replicas > 1:
+            raise ConfigError(
+                f"fuse_optim_with_backward cannot be used with {self.layout.num_replicas} "
+                f"pipelines side by side (pipeline_size={self._args.pipeline_size}): gradients "
+                f"are summed over them before the update"
+            )
+        self.adopt = self._step_in_backward
+
+    def _step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._steps is not None:
+            self._steps.close()
+        self._steps = BackwardSteps(optimizer, later=self._tied, reading_waits=self._reading_waits)
 
     def _copies(self, ties: Sequence[Tie]) -> list[tuple[nn.Parameter, dist.ProcessGroup, bool]]:
         """Tied weights of which other ranks hold copies; all ranks must call it."""
@@ -169,7 +195,10 @@ class PipelineStrategy(RankedStrategy):
         return self._part
 
     def teardown(self) -> None:
-        self._part = None
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
+        self._part, self._tied = None, []
         for name in ("_relay", "_runner", "_gradients"):
             self.__dict__.pop(name, None)
 
@@ -218,6 +247,10 @@ class PipelineStrategy(RankedStrategy):
     ) -> Tensor:
         total = torch.zeros((), device=self.device)
         num_real = len(window.micro_batches) - window.num_fillers
+        if self._steps is not None:
+            check_whole(window)
+            # A loss that is not finite makes its gradients so, on every stage.
+            self._steps.begin(None, self.before_apply)
         for number, batch in enumerate(window.micro_batches):
             notify("on_forward_backward_begin")
             share = self._step(batch, objective, num_targets, counts=number < num_real)
@@ -244,7 +277,13 @@ class PipelineStrategy(RankedStrategy):
         return self._runner.step(batch["input_ids"], task)
 
     def clip(self, max_norm: float | None) -> Tensor:
-        return self._gradients.clip(max_norm)
+        return self._gradients.clip(max_norm, self._steps.norms_of if self._steps else None)
+
+    def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> bool:
+        if self._steps is None:
+            return super().apply(optimizer, loss, grad_norm)
+        self._steps.finish()
+        return True
 
     @torch.no_grad()
     def eval_forward(
