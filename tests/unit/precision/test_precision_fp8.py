@@ -1,4 +1,4 @@
-"""FP8 training on a CPU, where torchao computes all recipes: arithmetic, choice of layers, limits."""
+"""FP8 training on a CPU, where torchao computes all recipes: arithmetic, layers, limits."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def test_layers_that_are_not_aligned_stay_and_are_told(anywhere, caplog):
 
 
 def test_nothing_to_convert_is_an_error_with_the_reason(anywhere):
-    with pytest.raises(ConfigError, match="none of the 15 .*fp8_dim_alignment=1024"):
+    with pytest.raises(ConfigError, match=r"none of the 15 .*fp8_dim_alignment=1024"):
         fp8.convert(tiny_decoder(), "rowwise", 1024, CPU, exclude=HEAD_LAYERS)
-    with pytest.raises(ConfigError, match="none of the 15 .*named by fp8_exclude"):
+    with pytest.raises(ConfigError, match=r"none of the 15 .*named by fp8_exclude"):
         fp8.convert(tiny_decoder(), "rowwise", 16, CPU, exclude=["."])
     with pytest.raises(ConfigError, match="has no linear layer"):
         fp8.convert(nn.Sequential(nn.Embedding(4, 4)), "rowwise", 16, CPU)

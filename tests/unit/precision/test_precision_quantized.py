@@ -51,7 +51,7 @@ def apart():
 def test_only_known_classes_are_put_together():
     _, metadata = apart()
     entry = {**json.loads(metadata["a.weight"]), "_type": "Popen"}
-    with pytest.raises(quantized.QuantizedFormError, match="asks for a Popen as a.weight"):
+    with pytest.raises(quantized.QuantizedFormError, match=r"asks for a Popen as a\.weight"):
         quantized.Parts({**metadata, "a.weight": json.dumps(entry)}, "file")
 
 
@@ -68,10 +68,10 @@ def test_parts_that_are_missing_or_do_not_fit_are_named():
     parts, metadata = apart()
     described = quantized.Parts(metadata, "file")
     some = {name: part for name, part in parts.items() if "scale" not in name}
-    with pytest.raises(quantized.QuantizedFormError, match="lacks a._weight_scale"):
+    with pytest.raises(quantized.QuantizedFormError, match=r"lacks a\._weight_scale"):
         described.join("a.weight", some)
     wrong = {**parts, "a._weight_scale": torch.ones(3, 3)}
-    with pytest.raises(quantized.QuantizedFormError, match="parts of a.weight do not fit"):
+    with pytest.raises(quantized.QuantizedFormError, match=r"parts of a\.weight do not fit"):
         described.join("a.weight", wrong)
 
 
