@@ -49,6 +49,7 @@ from headway.strategies.objective import LossFunction, Objective
 from headway.strategies.single import SingleDevice
 from headway.trainers.checkpointing import Checkpointing
 from headway.trainers.evaluation import Evaluation
+from headway.trainers.lr_find import LearningRateFinding
 from headway.trainers.model import flops_per_token
 from headway.trainers.outputs import RunStart, TrainOutput
 from headway.trainers.plan import RunPlan, accumulation_steps, has_length, plan_run
@@ -59,7 +60,7 @@ from headway.trainers.saving import Saver
 logger = logging.getLogger(__name__)
 
 
-class Trainer(Checkpointing, Evaluation):
+class Trainer(Checkpointing, Evaluation, LearningRateFinding):
     """Trains a model on one device; the classes derived from it choose another strategy.
 
     All arguments go by name. `args` may be a dict; `model` or `model_init` is needed. A list of
