@@ -148,10 +148,19 @@ class MinimalTrainingArguments(Arguments):
     greater_is_better: bool | None = None
     """Whether a higher metric is better. None: told from the metric's name."""
 
+    optim: str = "adamw"
+    """Optimizer used when none is given: `adamw`, `adam`, `sgd`, `muon`, `adamw_8bit`, ..."""
+    optim_args: dict[str, Any] | None = None
+    """Further arguments of that optimizer, such as `{momentum: 0.9}` of `sgd`."""
     learning_rate: float = 5e-5
-    """Peak learning rate of the default optimizer, AdamW."""
+    """Peak learning rate of the optimizer that `optim` names."""
     weight_decay: float = 0.0
-    """Weight decay of the default optimizer."""
+    """Weight decay of that optimizer."""
+    no_decay_on: list[str] | str | None = None
+    """Parameters without weight decay: `norm`, `bias`, `embedding`, `head`, `vector`. None: none.
+
+    Told by the module that holds them. `vector` is all that has fewer than two dimensions.
+    """
     adam_beta1: float = 0.9
     """First moment's decay of the default optimizer."""
     adam_beta2: float = 0.999

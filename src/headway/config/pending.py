@@ -33,7 +33,6 @@ PENDING: dict[str, str] = {
     "gc_threshold": PRECISION,
     "construct_model_on": PRECISION,
     "activation_memory_budget": PRECISION,
-    "fuse_optim_with_backward": PRECISION,
 }
 
 # Values that mean the same as the default.

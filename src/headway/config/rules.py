@@ -44,6 +44,7 @@ def all_rules() -> tuple[Rule, ...]:
     from headway.config import (
         rules_later,
         rules_memory,
+        rules_optimizer,
         rules_pairs,
         rules_precision,
         rules_schedule,
@@ -54,6 +55,7 @@ def all_rules() -> tuple[Rule, ...]:
         *rules_pairs.RULES,
         *rules_values.RULES,
         *rules_memory.RULES,
+        *rules_optimizer.RULES,
         *rules_precision.RULES,
         *rules_schedule.RULES,
         *rules_later.RULES,

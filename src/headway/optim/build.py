@@ -1,11 +1,13 @@
 """From arguments to an optimizer and a schedule.
 
-Owns the precedence: a factory, then class and keyword arguments, then AdamW from the arguments.
+Owns the precedence: a factory, then class and keyword arguments, then what `optim` names; and the
+joining of optimizers where groups have factories of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +16,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from headway.args import TrainingArguments
-from headway.errors import ConfigError
-from headway.optim.group_schedules import make_specs
-from headway.optim.groups import OptimizerGroups, make_groups
+from headway.errors import ConfigError, unknown
+from headway.optim.choice import build_named
+from headway.optim.group_schedules import GROUP_KEY, make_specs
+from headway.optim.groups import (
+    DEFAULT_GROUP,
+    Group,
+    OptimizerGroups,
+    deal_parameters,
+    split_no_decay,
+)
+from headway.optim.kinds import Kinds, all_names, parameter_kinds
+from headway.optim.multi import JoinedOptimizer
 from headway.optim.scheduler import CurveLR
+
+logger = logging.getLogger(__name__)
 
 OptimizerFactory = Callable[[Any], Optimizer]
 
@@ -35,31 +48,127 @@ def build_optimizer(
     A part of a model that is trained elsewhere (`trains_elsewhere`) may have none: its optimizer
     has one empty group.
     """
-    param_groups = make_groups(model.named_parameters(), groups, debug=args.debug_optimizer_groups)
-    if not param_groups and getattr(model, "trains_elsewhere", False):
-        param_groups = [{"params": [], "param_names": []}]
-    if not param_groups:
+    kinds = parameter_kinds(model)
+    dealt = _deal(model, args, kinds, groups)
+    if factory is None and cls_and_kwargs is not None:
+        cls, kwargs = cls_and_kwargs
+        factory = lambda param_groups: cls(param_groups, **kwargs)  # noqa: E731
+    if factory is not None:
+        _warn_of_unused(args)
+
+    def build_main(own: Sequence[Group]) -> Optimizer:
+        if factory is not None:
+            return _call(factory, own, "optimizer_factory")
+        return build_named(args, own, kinds, sparse=_has_sparse(model))
+
+    if any(entry and entry.get("factory") for entry in (groups or {}).values()):
+        if args.fuse_optim_with_backward:
+            raise ConfigError(
+                "fuse_optim_with_backward cannot be used with a factory in optimizer_groups: it "
+                "needs one optimizer for all parameters"
+            )
+        optimizer: Optimizer = _join(dealt, build_main)
+    else:
+        optimizer = build_main(dealt)
+    _check_settings(optimizer, dealt)
+    return optimizer
+
+
+def _deal(
+    model: nn.Module, args: TrainingArguments, kinds: Kinds, groups: OptimizerGroups | None
+) -> list[Group]:
+    # A part of a model knows the kinds of parameters that other ranks have, too.
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    dealt = deal_parameters(
+        model.named_parameters(),
+        groups,
+        names=all_names(model),
+        elsewhere=kinds.keys() - own,
+        debug=args.debug_optimizer_groups,
+    )
+    if args.no_decay_on:
+        listed = [args.no_decay_on] if isinstance(args.no_decay_on, str) else args.no_decay_on
+        dealt = split_no_decay(dealt, kinds, listed)
+    if not dealt and getattr(model, "trains_elsewhere", False):
+        return [Group(DEFAULT_GROUP, [])]
+    if not dealt:
         raise ConfigError(
             f"the model {type(model).__name__} has no parameter that requires a gradient"
         )
-    if factory is not None:
-        optimizer = factory(param_groups)
-        if not isinstance(optimizer, Optimizer):
+    return dealt
+
+
+def _join(
+    dealt: Sequence[Group], build_main: Callable[[Sequence[Group]], Optimizer]
+) -> JoinedOptimizer:
+    """An optimizer for each distinct factory, and the main one for groups without."""
+    shares: dict[Any, list[Group]] = {}
+    for group in dealt:
+        shares.setdefault(group.factory, []).append(group)
+    parts = [
+        build_main(own) if factory is None else _call(factory, own, _factory_key(own[0]))
+        for factory, own in shares.items()
+    ]
+    place = {group.name: number for number, group in enumerate(dealt)}
+    held = [group for part in parts for group in part.param_groups]
+    held.sort(key=lambda group: place.get(group.get("group_name", ""), len(place)))
+    return JoinedOptimizer(parts, held)
+
+
+def _factory_key(group: Group) -> str:
+    return f"optimizer_groups.{group.name}.factory"
+
+
+def _call(factory: OptimizerFactory, groups: Sequence[Group], key: str) -> Optimizer:
+    try:
+        optimizer = factory([group.as_param_group() for group in groups])
+    except Exception as error:
+        if "Muon only supports 2D" not in str(error):
+            raise
+        raise ConfigError(
+            f"{key}: Muon is for matrices only, and the model has other parameters too; set "
+            f"optim='muon', which gives AdamW the rest, or give Muon a group of its own with "
+            f"optimizer_groups.<name>.factory"
+        ) from error
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"{key} must return a torch.optim.Optimizer, got {optimizer!r}")
+    return check_optimizer(optimizer)
+
+
+def _warn_of_unused(args: TrainingArguments) -> None:
+    given = [
+        f"{name}={value!r}"
+        for name, value, usual in (
+            ("optim", args.optim, "adamw"),
+            ("optim_args", args.optim_args or None, None),
+        )
+        if value != usual
+    ]
+    if given:
+        logger.warning("%s is not used: another optimizer is given", " and ".join(given))
+
+
+def _check_settings(optimizer: Optimizer, dealt: Sequence[Group]) -> None:
+    """Refuse settings of groups that their optimizer would not look at."""
+    configs: Mapping[str, Group] = {group.name: group for group in dealt}
+    for number, group in enumerate(optimizer.param_groups):
+        part = optimizer.part_of(number) if isinstance(optimizer, JoinedOptimizer) else optimizer
+        source = configs.get(group.get("group_name", ""))
+        if source is None or not part.defaults:  # it tells nothing about its settings
+            continue
+        for key in source.config:
+            if key in part.defaults or key not in group or key == GROUP_KEY:
+                continue
+            if source.name.endswith(".no_decay") and key == "weight_decay":
+                raise ConfigError(f"no_decay_on: {type(part).__name__} has no weight_decay")
             raise ConfigError(
-                f"optimizer_factory must return a torch.optim.Optimizer, got {optimizer!r}"
+                f"optimizer_groups.{source.name}.config: "
+                + unknown(f"setting of {type(part).__name__}", key, sorted(part.defaults))
             )
-        return check_optimizer(optimizer)
-    if cls_and_kwargs is not None:
-        cls, kwargs = cls_and_kwargs
-        return check_optimizer(cls(param_groups, **kwargs))
-    return torch.optim.AdamW(
-        param_groups,
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-        weight_decay=args.weight_decay,
-        fused=_can_fuse(param_groups),
-    )
+
+
+def _has_sparse(model: nn.Module) -> bool:
+    return any(getattr(module, "sparse", False) is True for module in model.modules())
 
 
 def check_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -81,13 +190,6 @@ def check_scheduler(scheduler: object) -> None:
         )
     if not callable(getattr(scheduler, "step", None)):
         raise ConfigError(f"lr_scheduler_factory must return a scheduler, got {scheduler!r}")
-
-
-def _can_fuse(param_groups: list[dict[str, Any]]) -> bool:
-    """The fused kernel is the fastest on CPU and CUDA alike, and the only one that can withhold a
-    non-finite step without asking the host."""
-    parameters = [p for group in param_groups for p in group["params"]]
-    return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
 
 
 def build_scheduler(
