@@ -148,7 +148,9 @@ class Trainer(Checkpointing, Evaluation, LearningRateFinding):
             )
 
     def _make_strategy(self) -> Strategy:
-        return SingleDevice(torch.device(self.env.device))
+        return SingleDevice(
+            torch.device(self.env.device), step_in_backward=self.args.fuse_optim_with_backward
+        )
 
     def _ranks(self) -> Ranks:
         """All ranks of the run, as a checkpoint sees them; made once, by all of them together."""
