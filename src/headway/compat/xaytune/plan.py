@@ -17,6 +17,7 @@ from headway.args import AccelTrainingArguments, TrainingArguments
 from headway.compat.xaytune.config import TrainerConfig
 from headway.data.kinds import classify, is_sharded
 from headway.errors import ConfigError
+from headway.optim.warmup import resolve_warmup_steps
 
 # Optimizer steps in an epoch of a loader that cannot tell: it ends by itself, long before.
 _UNSIZED_EPOCH_STEPS = 10**12
@@ -87,8 +88,8 @@ def make_arguments(
     if builds_scheduler and total_steps is None:
         _check_schedule_without_length(config)
     warmup_steps = config.warmup_steps
-    if config.warmup_ratio and total_steps is not None:
-        warmup_steps = int(config.warmup_ratio * total_steps)
+    if total_steps is not None:
+        warmup_steps = resolve_warmup_steps(warmup_steps, config.warmup_ratio, total_steps)
     fields: dict[str, Any] = {}
     if config.checkpoint_every_n_steps and config.save_last:
         fields = {"save_strategy": "steps", "save_steps": config.checkpoint_every_n_steps}
