@@ -231,6 +231,7 @@ class _Supervisor:
         self._stop: signal.Signals | None = None
         self._told: set[tuple[int, int]] = set()
         self._killed = False
+        self._lost: list[str] = []
         self._first_bad_end: tuple[int, float] | None = None
 
     def run(self) -> int:
@@ -248,6 +249,7 @@ class _Supervisor:
                         code = self._child.wait(_TURN_S)
                         break
                     self._tend()
+                self._lost = _find_lost(self._folder)
             finally:
                 self._kill_all()
         return self._answer(code)
@@ -325,6 +327,7 @@ class _Supervisor:
             if code < 0:
                 how = signal.Signals(-code).name
                 told.insert(0, f"torchrun was ended by {how}, and with it its ranks")
+            told += self._lost
             say_error([reason for reason in told if reason][:1] or ["a rank failed"])
         elif answer == 2 and all(end.victim for end in ends):
             # It was told on the machine of the rank that made the mistake.
@@ -343,6 +346,18 @@ def choose_code(ends: Sequence[RankEnd], torchrun_code: int) -> int:
     if any(end.victim for end in ends):
         return 2 if all(end.code == 2 for end in ends if end.victim) else 1
     return 1 if torchrun_code else 0
+
+
+def _find_lost(folder: Path) -> list[str]:
+    """The ranks of the newest attempt that are gone without a word, in rank order."""
+    running = read_running(folder)
+    newest = max((number for number, _ in running), default=0)
+    return [
+        f"rank {rank} was lost: its process is gone: killed, or ended at once (process "
+        f"{process.pid} on {process.host})"
+        for (number, rank), process in sorted(running.items())
+        if number == newest and look_at(process) == "gone"
+    ]
 
 
 def _send(process: ProcessIdentity, number: int) -> None:

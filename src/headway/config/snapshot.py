@@ -47,6 +47,8 @@ def take_snapshot(
 ) -> dict[str, Any]:
     """What this run is: `config` and the circumstances, with secrets hidden. Writes nothing."""
     config = resolved_config(run) if run is not None else {"args": args.to_dict()}
+    # All ranks have rank 0's, also where the run's own arguments were copied.
+    config["args"]["logging_dir"] = args.logging_dir
     return {
         "config": redact(config),
         "command": redact_command(sys.argv if argv is None else argv),
