@@ -20,6 +20,7 @@ from headway.config.typecheck import Problem, conform, field_types
 from headway.errors import ConfigError, nearest, unknown
 
 _COMPONENT_KEYS = ("class_path", "init_args")
+_GROUP_KEYS = ("config", "factory", "regex")
 _MOST_FILES = 64
 COMMAND_LINE = "command line"
 
@@ -269,8 +270,9 @@ class _Reader:
             self.add(key, f"must be a mapping with regex and config, got {entry!r}")
         else:
             for part in entry:
-                if part not in ("regex", "config"):
-                    self.add(f"{key}.{part}", unknown("key", part, ("config", "regex")))
+                if part not in _GROUP_KEYS:
+                    self.add(f"{key}.{part}", unknown("key", part, _GROUP_KEYS))
+            self.read_component(f"{key}.factory", "optimizer")
             if not isinstance(entry.get("regex"), str):
                 self.add(key, f"needs a regex (text), got {entry.get('regex')!r}")
             if not isinstance(entry.get("config"), dict | None):

@@ -51,7 +51,7 @@ def build_trainer(run: RunConfig) -> Trainer:
         processing_class=tokenizer,
         callbacks=build_callbacks(run),
         optimizer_factory=_factory(run.optimizer, "optimizer", "params"),
-        optimizer_groups=run.optimizer_groups,
+        optimizer_groups=build_groups(run),
         lr_scheduler_factory=_factory(run.lr_scheduler, "lr_scheduler", "optimizer"),
         default_callbacks=run.default_callbacks,
         run_config=run,
@@ -83,10 +83,30 @@ def _make_accelerator(args: TrainingArguments) -> Any:
     )
 
 
-def _factory(component: Component | None, slot: str, given: str) -> Callable[[Any], Any] | None:
+def _factory(
+    component: Component | None, slot: str, given: str, key: str | None = None
+) -> Callable[[Any], Any] | None:
     if component is None:
         return None
-    return lambda value: _build(component, slot, slot, **{given: value})
+    return lambda value: _build(component, slot, key or slot, **{given: value})
+
+
+def build_groups(run: RunConfig) -> dict[str, dict[str, Any] | None] | None:
+    """The run's parameter groups, with what makes the optimizer of those that have their own."""
+    if run.optimizer_groups is None:
+        return None
+    groups = dict(run.optimizer_groups)
+    made: dict[str, Any] = {}  # equal ones share an optimizer
+    for name, entry in groups.items():
+        given = (entry or {}).get("factory")
+        if entry is None or given is None:
+            continue
+        if isinstance(given, str):
+            given = {"class_path": given}
+        component = Component(given["class_path"], given.get("init_args") or {})
+        factory = _factory(component, "optimizer", "params", f"optimizer_groups.{name}.factory")
+        groups[name] = {**entry, "factory": made.setdefault(repr(component), factory)}
+    return groups
 
 
 def _build(component: Component, slot: str, key: str, **given: Any) -> Any:
@@ -103,7 +123,7 @@ def build_optimizer_and_scheduler(run: RunConfig, model: nn.Module) -> tuple[Opt
         model,
         run.args,
         factory=_factory(run.optimizer, "optimizer", "params"),
-        groups=run.optimizer_groups,
+        groups=build_groups(run),
     )
     make_scheduler = _factory(run.lr_scheduler, "lr_scheduler", "optimizer")
     return optimizer, None if make_scheduler is None else make_scheduler(optimizer)
