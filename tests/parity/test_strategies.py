@@ -70,17 +70,27 @@ def test_tied_weights_and_accumulation(names, alone, tmp_path):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "names", [["ddp2", "fsdp2", "pp2"], ["ddp4", "fsdp4"]], ids=lambda names: names[0]
+    "names",
+    [
+        ["ddp2", "fsdp2"],
+        ["accel2"],
+        [f"pp2-{name}" for name in SCHEDULES],
+        ["ddp4", "fsdp4", "hsdp2x2", "pp4", "dp2pp2"],
+    ],
+    ids=lambda names: names[0],
 )
 def test_two_runs_are_bitwise_equal(names, tmp_path):
+    if "accel2" in names:
+        pytest.importorskip("accelerate")
     jobs = [
-        Job(name, folder=str(tmp_path / f"{name}-{run}"), max_steps=8, model={"dropout": 0.1})
+        Job(name, folder=str(tmp_path / f"{name}-{run}"), max_steps=6, model={"dropout": 0.1})
         for name in names
         for run in range(2)
     ]
     found = launch(jobs, timeout_s=500)
-    for first, second in zip(found[::2], found[1::2], strict=True):
-        assert first == second
+    for name, first, second in zip(names, found[::2], found[1::2], strict=True):
+        assert first == second, name
+        assert len(first[0].losses) == 6
 
 
 @pytest.mark.timeout(300)

@@ -70,9 +70,18 @@ def test_any_strategy_goes_on_with_what_any_other_saved(loader, saved, uninterru
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "names", [["ddp2", "fsdp2", "pp2"], ["ddp4", "fsdp4", "pp4"]], ids=lambda names: names[0]
+    "names",
+    [
+        ["ddp2", "fsdp2", "pp2"],
+        ["accel2"],
+        ["ddp4", "fsdp4", "pp4"],
+        ["hsdp2x2", "dp2pp2", "pp4-ScheduleZBVZeroBubble"],
+    ],
+    ids=lambda names: names[0],
 )
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(names, tmp_path):
+    if "accel2" in names:
+        pytest.importorskip("accelerate")
     jobs = []
     for name in names:
         whole, parts = str(tmp_path / f"{name}-whole"), tmp_path / f"{name}-parts"
@@ -83,8 +92,9 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(names, tmp_path):
             Job(name, 12, str(parts), SAVES, model=dropout, resume=str(checkpoint_of(parts))),
         ]
     found = launch(jobs, timeout_s=500)
-    for whole, first, second in zip(found[::3], found[1::3], found[2::3], strict=True):
+    triples = zip(found[::3], found[1::3], found[2::3], strict=True)
+    for name, (whole, first, second) in zip(names, triples, strict=True):
         for rank, outcome in enumerate(whole):
-            assert first[rank].losses + second[rank].losses == outcome.losses
-            assert first[rank].norms + second[rank].norms == outcome.norms
-            assert second[rank].eval_loss == outcome.eval_loss
+            assert first[rank].losses + second[rank].losses == outcome.losses, name
+            assert first[rank].norms + second[rank].norms == outcome.norms, name
+            assert second[rank].eval_loss == outcome.eval_loss, name
