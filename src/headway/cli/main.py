@@ -25,6 +25,7 @@ VERBS = {
     "demo": "train a small model on the standard library's source, in about two minutes",
     "train": "train what a run file describes",
     "check": "look a run file over without training: steps, sizes, memory, first sample",
+    "plot-lr": "show the learning-rate schedule of a run file",
     "generate": "continue a prompt with a trained model",
     "eval": "loss, perplexity and bits per byte of a model on data",
     "checkpoint": "list, inspect, verify, compare, prune, convert and edit checkpoints",
@@ -97,7 +98,7 @@ def _run(words: list[str]) -> int:
         return 0
     if verb not in VERBS:
         raise UsageError(unknown("verb", verb, VERBS))
-    module = importlib.import_module(f"headway.cli.{verb}")
+    module = importlib.import_module(f"headway.cli.{verb.replace('-', '_')}")
     parser = Parser(prog=f"headway {verb}", description=_capitalised(VERBS[verb]))
     module.add_arguments(parser)
     _add_common(parser)

@@ -1,0 +1,373 @@
+"""`headway plot-lr CONFIG`: the learning-rate schedule of a run, before the run.
+
+Reads the groups and their rates from the run file and builds no model. The data is opened only
+where the length of the training, or the tokens of a step, depend on it. Writes nothing but the
+picture that `--output` names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.args import TrainingArguments
+    from headway.config.schema import RunConfig
+    from headway.optim.curves import Curve
+
+TAKES_OVERRIDES = True
+_MOST_POINTS = 2000
+_NARROWEST, _WIDEST = 40, 100
+_FEWEST_STEPS = 1000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's arguments."""
+    parser.usage = (
+        "headway plot-lr CONFIG [--output FILE.png|FILE.html] [--json] [--nproc N] [--steps N] "
+        "[--any.key=value ...]"
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a run file (YAML)")
+    parser.add_argument("--output", metavar="FILE", help="draw into this .png or .html file")
+    parser.add_argument("--json", action="store_true", help="print JSON, with all points")
+    parser.add_argument(
+        "--nproc", type=int, default=1, metavar="N", help="ranks that share the data (1)"
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="how much to show of a schedule without an end"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the schedule, or draw it into a file."""
+    from headway.cli.messages import print_json
+    from headway.config.load import load_run
+    from headway.optim.curve_plot import check_output
+
+    for name in ("nproc", "steps"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name}: must be 1 or more, got {value}")
+    if options.output is not None:
+        check_output(options.output, "--output")
+    run_config = load_run(options.config, options.overrides)
+    span = _measure(run_config, options.nproc)
+    schedules = _read_schedules(run_config, span, options.steps)
+    horizon = _horizon(schedules, span, options.steps)
+    if options.output is not None:
+        _write(options, run_config, schedules, horizon, span.unit)
+    if options.json:
+        print_json(_facts(schedules, horizon, span))
+    else:
+        _print(schedules, horizon, span, to_file=options.output)
+    return 0
+
+
+@dataclass(frozen=True)
+class Span:
+    """How long the training is, as far as it is known."""
+
+    unit: str
+    steps: int | None
+    tokens: int | None
+    tokens_per_step: int | None
+
+    @property
+    def length(self) -> int | None:
+        """In the unit of the schedule."""
+        return self.tokens if self.unit == "tokens" else self.steps
+
+    @property
+    def last_update(self) -> int | None:
+        """The progress at which the last update is made."""
+        if self.length is None:
+            return None
+        one = 1 if self.unit == "steps" else self.tokens_per_step or 0
+        return max(0, self.length - one)
+
+
+@dataclass
+class Schedule:
+    """What some param groups share: a schedule and a base rate."""
+
+    groups: list[str]
+    kind: str
+    warmup: int
+    base_lr: float
+    curve: Callable[[float], float]
+    parts: Curve | None
+    """The curve by its segments; None for a scheduler that was only tried out."""
+
+    def rate(self, progress: float) -> float:
+        """The learning rate of the update at this progress."""
+        return self.base_lr * self.curve(progress)
+
+
+def _measure(run_config: RunConfig, num_ranks: int) -> Span:
+    """The length from the arguments, else from the data as the trainer takes it."""
+    from headway.config.duration import Duration
+
+    args = run_config.args
+    train_for = None if args.train_for is None else Duration.parse(args.train_for)
+    if args.lr_scheduler_unit == "steps" or run_config.lr_scheduler is not None:
+        if train_for is not None and train_for.unit == "steps":
+            return Span("steps", int(train_for.value), None, None)
+        if train_for is not None and train_for.unit == "seconds":
+            return Span("steps", None, None, None)
+        if train_for is None and args.max_steps > 0:
+            return Span("steps", args.max_steps, None, None)
+        return _measure_data(run_config, "steps", num_ranks)
+    return _measure_data(run_config, "tokens", num_ranks)
+
+
+def _measure_data(run_config: RunConfig, unit: str, num_ranks: int) -> Span:
+    from headway.data.loader import WindowLoader
+    from headway.trainers import from_config
+    from headway.trainers.plan import accumulation_steps, has_length, plan_run
+
+    args = run_config.args
+    tokenizer = from_config.build_tokenizer(run_config)
+    train, _ = from_config.build_datasets(run_config, tokenizer)
+    shares = _count_shares(args, num_ranks)
+    accumulation = accumulation_steps(args, shares, train)
+    loader = WindowLoader(
+        train,
+        batch_size=args.per_device_train_batch_size,
+        accumulation=accumulation,
+        drop_last=args.dataloader_drop_last,
+        world_size=shares,
+        epoch_batches=None if has_length(train) else args.epoch_train_steps * accumulation,
+    )
+    plan = plan_run(args, loader, shares)
+    return Span(unit, plan.expected_steps, plan.expected_tokens, plan.tokens_per_step)
+
+
+def _count_shares(args: TrainingArguments, num_ranks: int) -> int:
+    """The ranks of a pipeline read the same data."""
+    if args.strategy_name != "pipeline":
+        return num_ranks
+    return max(1, num_ranks // (getattr(args, "pipeline_size", None) or num_ranks))
+
+
+def _read_groups(run_config: RunConfig) -> list[dict[str, Any]]:
+    """Param groups as the run file has them: a name, a rate, and perhaps a schedule."""
+    rate = _base_rate(run_config)
+    groups = [
+        {"group_name": name, "lr": rate, **((entry or {}).get("config") or {})}
+        for name, entry in (run_config.optimizer_groups or {}).items()
+        if entry is not None
+    ]
+    return [*groups, {"group_name": "__default__", "lr": rate}]
+
+
+def _base_rate(run_config: RunConfig) -> float:
+    args, optimizer = run_config.args, run_config.optimizer
+    if optimizer is None:
+        given = getattr(args, "optim_args", None) or {}
+        return float(given.get("lr", args.learning_rate))
+    if "lr" in optimizer.init_args:
+        return float(optimizer.init_args["lr"])
+    import inspect
+
+    from headway.config.components import load_target
+    from headway.config.registry import resolve_name
+
+    target = load_target(resolve_name(optimizer.class_path, "optimizer"), "optimizer")
+    parameter = inspect.signature(target).parameters.get("lr")
+    if parameter is None or not isinstance(parameter.default, int | float):
+        raise ConfigError(
+            f"optimizer.init_args.lr: give it to plot the schedule; {optimizer.class_path} has no "
+            f"learning rate by default"
+        )
+    return float(parameter.default)
+
+
+def _read_schedules(run_config: RunConfig, span: Span, shown_steps: int | None) -> list[Schedule]:
+    groups = _read_groups(run_config)
+    if run_config.lr_scheduler is not None:
+        return _try_out(run_config, groups, span, shown_steps)
+    from headway.optim.group_schedules import make_specs
+
+    specs = make_specs(
+        groups,
+        run_config.args,
+        total_steps=span.steps,
+        total_tokens=span.tokens,
+        tokens_per_step=span.tokens_per_step,
+    )
+    found: list[Schedule] = []
+    keys: list[Any] = []
+    for group, spec in zip(groups, specs):
+        rate, name = float(group["lr"]), str(group["group_name"])
+        key = (spec.describe(), rate)
+        if key in keys:
+            found[keys.index(key)].groups.append(name)
+            continue
+        keys.append(key)
+        curve = spec.draw(rate)
+        kind = spec.describe()["type"]
+        found.append(Schedule([name], kind, spec.warmup, rate, curve, curve))
+    return found
+
+
+def _try_out(
+    run_config: RunConfig, groups: list[dict[str, Any]], span: Span, shown_steps: int | None
+) -> list[Schedule]:
+    """The rates of a scheduler object, by stepping it over parameters of its own."""
+    import torch
+
+    from headway.config.components import instantiate
+    from headway.optim.build import check_scheduler
+    from headway.optim.group_schedules import refuse_group_schedules
+
+    component = run_config.lr_scheduler
+    assert component is not None
+    refuse_group_schedules(groups)
+    optimizer = torch.optim.AdamW(
+        [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": group["lr"]} for group in groups]
+    )
+    scheduler = instantiate(component, "lr_scheduler", optimizer=optimizer)
+    check_scheduler(scheduler)
+    rates: list[list[float]] = [[] for _ in groups]
+    for _ in range((span.steps or shown_steps or _FEWEST_STEPS) + 1):
+        for own, group in zip(rates, optimizer.param_groups):
+            own.append(float(group["lr"]))
+        optimizer.step()
+        scheduler.step()
+    found: dict[tuple[float, ...], Schedule] = {}
+    for group, own in zip(groups, rates):
+        if tuple(own) in found:
+            found[tuple(own)].groups.append(str(group["group_name"]))
+        else:
+            found[tuple(own)] = Schedule(
+                [str(group["group_name"])], component.class_path, 0, 1.0, _look_up(own), None
+            )
+    return list(found.values())
+
+
+def _look_up(rates: list[float]) -> Callable[[float], float]:
+    return lambda progress: rates[min(int(progress), len(rates) - 1)]
+
+
+def _horizon(schedules: list[Schedule], span: Span, shown_steps: int | None) -> int:
+    """How far to show: to the end of the training, or past the last change of a curve."""
+    if span.length is not None:
+        return span.length
+    if shown_steps is not None:
+        return shown_steps * (span.tokens_per_step or 1)
+    places = [
+        place
+        for schedule in schedules
+        if schedule.parts is not None
+        for segment in schedule.parts.segments
+        for place in (segment.start, segment.end)
+        if math.isfinite(place)
+    ]
+    fewest = _FEWEST_STEPS * (span.tokens_per_step or 1)
+    return max(fewest, math.ceil(1.25 * max(places, default=0)))
+
+
+def _key_points(schedule: Schedule, horizon: int, span: Span) -> list[dict[str, Any]]:
+    """Where something begins or ends, with the rate there."""
+    places: dict[str, float] = {"first update": 0}
+    segments = () if schedule.parts is None else schedule.parts.segments
+    for segment in segments:
+        if segment.name.endswith("warm-up") and segment.end <= horizon:
+            step = (span.tokens_per_step or 0) if span.unit == "tokens" else 1
+            places[f"{segment.name}, last update"] = max(segment.start, segment.end - step)
+        elif segment.start and segment.start <= horizon:
+            places[f"{segment.name} begins"] = segment.start
+    if schedule.parts is None:
+        peak = max(range(horizon + 1), key=schedule.rate)
+        places["highest rate"] = peak
+    if span.last_update is not None:
+        places["last update"] = span.last_update
+    places["end" if span.length is not None else "shown until"] = horizon
+    return [
+        {"name": name, "progress": math.ceil(place), "learning_rate": schedule.rate(place)}
+        for name, place in places.items()
+    ]
+
+
+def _facts(schedules: list[Schedule], horizon: int, span: Span) -> dict[str, Any]:
+    groups = []
+    for schedule in schedules:
+        points = _key_points(schedule, horizon, span)
+        places = _places([schedule], horizon)
+        groups.append(
+            {
+                "groups": schedule.groups,
+                "type": schedule.kind,
+                "base_lr": schedule.base_lr if schedule.parts is not None else None,
+                "warmup": schedule.warmup,
+                "key_points": points,
+                "progress": places,
+                "learning_rate": [schedule.rate(place) for place in places],
+            }
+        )
+    return {
+        "unit": span.unit,
+        "length": span.length,
+        "steps": span.steps,
+        "tokens_per_step": span.tokens_per_step,
+        "schedules": groups,
+    }
+
+
+def _places(schedules: list[Schedule], horizon: int) -> list[int]:
+    from headway.optim.curve_plot import sample
+
+    also = [
+        place
+        for schedule in schedules
+        if schedule.parts is not None
+        for segment in schedule.parts.segments
+        for place in (segment.start, segment.start - 1)
+    ]
+    return sample(horizon, _MOST_POINTS, also)
+
+
+def _lines(schedules: list[Schedule]) -> list[Any]:
+    from headway.optim.curve_plot import RateLine
+
+    return [RateLine(f"{', '.join(s.groups)}: {s.kind}", s.rate) for s in schedules]
+
+
+def _write(
+    options: argparse.Namespace,
+    run_config: RunConfig,
+    schedules: list[Schedule],
+    horizon: int,
+    unit: str,
+) -> None:
+    from headway.optim.curve_plot import write_plot
+
+    kinds = ", ".join(dict.fromkeys(schedule.kind for schedule in schedules))
+    title = f"{kinds} ({run_config.args.output_dir})"
+    write_plot(options.output, _lines(schedules), _places(schedules, horizon), unit, title)
+
+
+def _print(schedules: list[Schedule], horizon: int, span: Span, *, to_file: str | None) -> None:
+    from headway.cli.messages import print_table
+    from headway.optim.curve_plot import draw_text
+
+    if to_file is not None:
+        print(f"drawn into {to_file}")
+    else:
+        room = shutil.get_terminal_size((80, 24)).columns - 12
+        width = min(_WIDEST, max(_NARROWEST, room))
+        print(draw_text(_lines(schedules), horizon, span.unit, width=width))
+    for schedule in schedules:
+        title = f"{', '.join(schedule.groups)}: {schedule.kind}"
+        rows = [
+            (point["name"], f"{point['learning_rate']:.4e}  at {point['progress']:,} {span.unit}")
+            for point in _key_points(schedule, horizon, span)
+        ]
+        print()
+        print_table(rows, title=title)
