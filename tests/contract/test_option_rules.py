@@ -275,7 +275,7 @@ def test_every_pending_option_is_known_and_refused():
     for option in pending.PENDING:
         assert option in options
         assert options[option].pending
-    args = make("ddp", {"torch_compile": True, "gc_threshold": 0.7})
+    args = make("ddp", {"save_on_each_node": True, "report_to": ["wandb"]})
     with pytest.raises(ConfigError) as caught:
         args.validate()
     assert len(caught.value.problems) == 2

@@ -12,34 +12,17 @@ from typing import Any
 from headway.config.rules import default_of
 from headway.config.typecheck import Problem
 
-PRECISION = "precision and compilation"
 CHECKPOINTS = "the checkpoint engine"
 TRACKERS = "experiment trackers"
 
 PENDING: dict[str, str] = {
     "report_to": TRACKERS,
     "save_on_each_node": CHECKPOINTS,
-    "torch_compile": PRECISION,
-    "torch_compile_backend": PRECISION,
-    "torch_compile_mode": PRECISION,
-    "torch_compile_dynamic": PRECISION,
-    "torch_compile_full_graph": PRECISION,
-    "enable_activation_offloading": PRECISION,
-    "detect_anomaly": PRECISION,
-    "sdpa_backend": PRECISION,
-    "sdpa_set_priority": PRECISION,
-    "float32_matmul_precision": PRECISION,
-    "dynamo_recompile_limit": PRECISION,
-    "gc_threshold": PRECISION,
-    "construct_model_on": PRECISION,
-    "activation_memory_budget": PRECISION,
 }
 
 # Values that mean the same as the default.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "report_to": (["none"], []),
-    "torch_compile_backend": ("inductor",),
-    "torch_compile_mode": ("default",),
 }
 
 

@@ -88,6 +88,8 @@ class LoopParts:
     """Called once, when the first step went well."""
     rescue: Callable[[], None]
     """Save the current step after an error, unless it is saved already."""
+    relieve: Callable[[], Any] = bool
+    """Between steps: give device memory back where there is too little."""
 
 
 class TrainingLoop:
@@ -240,6 +242,7 @@ class TrainingLoop:
     def _boundary(self) -> bool:
         """Act on what is due and what was asked for; returns whether the run was rolled back."""
         p, state = self.parts, self.parts.state
+        p.relieve()
         now = time.monotonic()
         seconds = self._clock.of_run(now)
         wanted = self._take_flags()

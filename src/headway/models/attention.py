@@ -8,6 +8,7 @@ Shapes: B batch, S queries, T keys, N heads, D head width.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ class AttentionPlan:
     """[B or 1, 1, S, T], added to the scores: 0 where a query sees a key, else -inf (SDPA)."""
     block_mask: Any = None
     """The same as a block mask (flex)."""
+    groups_heads: bool = True
+    """The kernel lets several query heads share a key head by itself (SDPA)."""
 
 
 def plan_attention(
@@ -76,12 +79,24 @@ def plan_attention(
             block_mask=_block_mask(seq_len, device, window, document_ids, attention_mask),
         )
     plain = document_ids is None and attention_mask is None and window is None
-    if plain and (past_len == 0 or seq_len == 1):
-        return AttentionPlan(is_causal=past_len == 0 and seq_len > 1)
+    plain = plain and (past_len == 0 or seq_len == 1)
+    groups = _groups_heads(device, dtype, masked=not plain)
+    if plain:
+        return AttentionPlan(is_causal=past_len == 0 and seq_len > 1, groups_heads=groups)
     seen = _dense_mask(seq_len, past_len, device, window, document_ids, attention_mask)
     # SDPA would turn a boolean mask into this form anew in every layer, and save each for backward.
     mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
-    return AttentionPlan(is_causal=False, mask=mask)
+    return AttentionPlan(is_causal=False, mask=mask, groups_heads=groups)
+
+
+def _groups_heads(device: torch.device, dtype: torch.dtype, *, masked: bool) -> bool:
+    """Whether SDPA groups heads without writing out the whole score matrix."""
+    if device.type == "cpu":
+        return True
+    # Of the GPU kernels only flash (half precision, no mask) does, where it is allowed; asked of
+    # the others, SDPA would fall back to the scores.
+    half = dtype in (torch.float16, torch.bfloat16)
+    return device.type == "cuda" and half and not masked and torch.backends.cuda.flash_sdp_enabled()
 
 
 def _dense_mask(
@@ -178,20 +193,20 @@ def _attend_growing(q_BNSD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, plan: Attent
     if q_BNSD.device.type != "cuda":
         return _attend_sdpa(q_BNSD, k_BNTD, v_BNTD, plan)
     # cuDNN, the default on recent GPUs, plans anew for each length, which takes longer than the
-    # whole forward pass.
-    kinds = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(kinds):
+    # whole forward pass. What the user does not allow stays out.
+    allowed = {
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
+    }
+    kinds = [kind for kind, is_allowed in allowed.items() if is_allowed]
+    with sdpa_kernel(kinds) if kinds else contextlib.nullcontext():
         return _attend_sdpa(q_BNSD, k_BNTD, v_BNTD, plan)
 
 
 def _attend_sdpa(q_BNSD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, plan: AttentionPlan) -> Tensor:
     repeats = q_BNSD.shape[1] // k_BNTD.shape[1]
-    native = repeats == 1 or q_BNSD.device.type == "cpu"
-    if not native and q_BNSD.device.type == "cuda":
-        # Of the GPU kernels only flash (half precision, no mask) groups heads by itself; asked of
-        # the others, SDPA would fall back to writing out the whole score matrix.
-        native = plan.mask is None and q_BNSD.dtype in (torch.float16, torch.bfloat16)
-    if not native:
+    if repeats > 1 and not plan.groups_heads:
         k_BNTD = k_BNTD.repeat_interleave(repeats, dim=1)
         v_BNTD = v_BNTD.repeat_interleave(repeats, dim=1)
     return F.scaled_dot_product_attention(
@@ -200,7 +215,7 @@ def _attend_sdpa(q_BNSD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, plan: Attention
         v_BNTD,
         attn_mask=plan.mask,
         is_causal=plan.is_causal,
-        enable_gqa=native and repeats > 1,
+        enable_gqa=repeats > 1 and plan.groups_heads,
     )
 
 

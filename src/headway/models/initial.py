@@ -168,7 +168,7 @@ def _transformers_model(directory: str | Path, dtype: torch.dtype | None) -> nn.
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Modules made inside have their buffers, but no memory for parameters."""
     plain: Callable[..., None] = nn.Module.register_parameter
 
@@ -248,10 +248,10 @@ def _stored_values(
             value = file.get_slice(name)[part] if part else file.get_tensor(name)
             yield name, value.to(named[name].dtype, copy=True)
     if unstored.intersection(names):
-        yield from _derived_buffers(folder, model)
+        yield from derived_buffers(folder, model)
 
 
-def _derived_buffers(folder: Path, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def derived_buffers(folder: Path, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that are in no state dict."""
     if isinstance(model, Decoder):
         with torch.device("cpu"):
@@ -259,6 +259,6 @@ def _derived_buffers(folder: Path, model: nn.Module) -> Iterator[tuple[str, Tens
         for name, buffer in table.named_buffers():
             yield f"model.rotary_emb.{name}", buffer
         return
-    with _parameters_on_meta():
+    with parameters_on_meta():
         skeleton = _transformers_model(folder, None)
     yield from skeleton.named_buffers()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ class ModelSource:
     """The folder that holds its initial values, where `make` reads them from one."""
     prepare: Callable[[nn.Module], Any] | None = None
     """Done to every module that will be trained, for example activation checkpointing."""
+    device: torch.device | None = None
+    """Where `make` is called; None: on the host."""
+    make_blank: Callable[[], nn.Module | None] | None = None
+    """Makes it with memory on the device and no values, for a checkpoint that is about to bring
+    them all; it gives None where that cannot be."""
 
     @property
     def ready(self) -> bool:
@@ -47,11 +53,18 @@ class ModelSource:
         return self.model is not None
 
     def build(self) -> nn.Module:
-        """The whole model with its values: the ready one, or a new one on the host."""
+        """The whole model with its values: the ready one, or a new one.
+
+        One that a checkpoint is about to fill may have none yet.
+        """
         model = self.model
         if model is None:
             assert self.make is not None, "checked by the trainer"
-            model = construct(self.make, self.default_dtype)
+            model = None if self.make_blank is None else self.make_blank()
+        if model is None:
+            assert self.make is not None
+            with nullcontext() if self.device is None else torch.device(self.device):
+                model = construct(self.make, self.default_dtype)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if any(p.is_meta for p in model.parameters()):

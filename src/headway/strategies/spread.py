@@ -19,6 +19,7 @@ from headway.checkpoint.rng import RNGState
 from headway.checkpoint.sharding import local_part, local_tensor
 from headway.dist.agreement import require_equal
 from headway.models.initial import can_stream, initial_tensors
+from headway.strategies.blank import build_blank, fill_buffers, unstored_buffers
 from headway.strategies.source import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -31,12 +32,19 @@ class StreamingPlan:
     source: ModelSource
     blank: nn.Module
     """As it was made on the meta device: nothing wrapped, nothing cut."""
+    awaits_values: bool = False
+    """A checkpoint is about to bring them: only what no checkpoint holds has to be filled."""
 
 
 def plan_streaming(source: ModelSource) -> StreamingPlan | None:
     """How to initialise without a whole model on any rank; None where that cannot be."""
     if source.ready:
         return None
+    if source.make_blank is not None:
+        blank = build_blank(source)
+        if blank is not None:
+            return StreamingPlan(source, blank, awaits_values=True)
+        source.make_blank = None
     generators = RNGState()
     before = generators.state_dict()
     try:
@@ -56,6 +64,9 @@ def plan_streaming(source: ModelSource) -> StreamingPlan | None:
 def fill_shards(model: nn.Module, plan: StreamingPlan, device: torch.device) -> None:
     """Give a sharded model on the meta device memory on `device` and its initial values."""
     model.to_empty(device=device)
+    if plan.awaits_values:
+        fill_buffers(model, plan.source, unstored_buffers(plan.blank))
+        return
     targets: dict[str, Tensor] = {
         clean_name(name): tensor
         for name, tensor in (*model.named_parameters(), *model.named_buffers())

@@ -13,6 +13,7 @@ from headway.data.loader import WindowLoader
 from headway.dist.failure import guard_run
 from headway.engine.evaluate import EvalResult, evaluation_mode, run_evaluation
 from headway.errors import ConfigError
+from headway.strategies.torch_settings import torch_settings
 from headway.trainers.outputs import PredictionOutput, gather_batches, join_batches
 
 if TYPE_CHECKING:
@@ -51,13 +52,13 @@ class Evaluation:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ConfigError("evaluate() needs eval_dataset, here or in the constructor")
-        with guard_run():
+        with guard_run(), torch_settings(self.args):
             result = self._pass(dataset, "on_evaluate", metric_key_prefix)
         return result.metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
         """Logits, labels and metrics for a dataset, on every rank; the logits are on the host."""
-        with guard_run():
+        with guard_run(), torch_settings(self.args):
             result = self._pass(test_dataset, "on_predict", metric_key_prefix, keep_outputs=True)
         assert self.strategy is not None
         shard = self.strategy.data_shard()

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import nn
 
 from headway.models.operations import count_matmul_parameters
+from headway.strategies import recompute
 from headway.trainers.plan import sample_length
-
-logger = logging.getLogger(__name__)
 
 
 def enable_hf_activation_checkpointing(rank: int, module: nn.Module) -> None:
-    """Switch on recomputation through the method that transformers models and ours have."""
-    enable = getattr(module, "gradient_checkpointing_enable", None)
-    if not callable(enable):
-        logger.warning(
-            "gradient_checkpointing=True has no effect: %s has no gradient_checkpointing_enable; "
-            "pass enable_activation_checkpoint_fn",
-            type(module).__name__,
-        )
-        return
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    """Recompute whole blocks: by the switch that transformers models and ours have, or by hand."""
+    recompute.enable(module)
 
 
 def flops_per_token(model: nn.Module, dataset: Any) -> float:

@@ -5,20 +5,64 @@ Owns: the order of these changes. Does not own: any of them (precision/, strateg
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 
+import torch
 from torch import nn
 
 from headway.args import TrainingArguments
+from headway.errors import ConfigError
 from headway.models.fused_loss import FusedLoss, FusedLossFactory, find_factory
 from headway.precision import fp8, qat
-from headway.precision.amp import autocast
+from headway.precision.amp import Context, autocast
 from headway.precision.scaler import LossScale
+from headway.strategies import recompute as recomputation
 from headway.strategies.base import Strategy
+from headway.strategies.blank import build_blank, materialise
+from headway.strategies.compilation import CompileOptions, compile_module
+from headway.strategies.forwards import put_back
+from headway.strategies.offload import ActivationOffload, make_offload, refuse_flex_attention
 from headway.strategies.source import ModelSource
-from headway.trainers.model import enable_hf_activation_checkpointing
 
 Recompute = Callable[[int, nn.Module], None]
+
+logger = logging.getLogger(__name__)
+
+
+def check_arguments(
+    args: TrainingArguments,
+    model: nn.Module | None,
+    model_init: Callable[[], nn.Module] | None,
+    device: torch.device,
+) -> None:
+    """Refuse what only torch, the device or the given model can tell, before anything is built."""
+    place = args.construct_model_on
+    if place != "default" and args.strategy_name != "pipeline":
+        if model_init is None:
+            raise ConfigError(
+                f"construct_model_on={place!r} needs model_init, a function that makes the model"
+            )
+        if model is not None:
+            raise ConfigError(
+                f"construct_model_on={place!r} takes model_init and no ready model, which would "
+                "be used as it is"
+            )
+    if args.fp8_recipe is not None:
+        fp8.check(args.fp8_recipe, device)
+    compiling = CompileOptions.from_args(args)
+    if compiling is not None:
+        compiling.check(device)
+
+
+def check_accumulation(args: TrainingArguments, accumulation: int) -> None:
+    """The rule on max-autotune, for an accumulation that follows from the global batch."""
+    if args.torch_compile and args.torch_compile_mode == "max-autotune" and accumulation > 1:
+        raise ConfigError(
+            "torch_compile_mode='max-autotune' does not work with accumulation, and the global "
+            f"batch makes it {accumulation}; use 'max-autotune-no-cudagraphs'"
+        )
 
 
 def model_source(
@@ -27,45 +71,59 @@ def model_source(
     model_init: Callable[[], nn.Module] | None,
     *,
     rank: int,
+    device: torch.device,
     recompute: Recompute | None,
     fused_loss: FusedLoss | None,
+    has_checkpoint: bool,
 ) -> ModelSource:
-    """Where a strategy gets its model, and what it does to each module that it will train."""
+    """Where a strategy gets its model, and what it does to each module that it will train.
 
-    def prepare(module: nn.Module) -> None:
-        change_layers(args, module)
-        if fused_loss is not None:
-            fused_loss.install(module)
-        if args.gradient_checkpointing:
-            (recompute or enable_hf_activation_checkpointing)(rank, module)
-
-    return ModelSource(
+    `has_checkpoint`: one will be loaded that holds all of the model's state.
+    """
+    source = ModelSource(
         model,
         model_init,
         args.default_dtype,
         make_meta=getattr(model_init, "make_meta", None),
         weights=getattr(model_init, "weights", None),
-        prepare=prepare,
+        prepare=lambda module: _prepare(module, args, rank, device, recompute, fused_loss),
     )
+    if model is not None or args.strategy_name == "pipeline":
+        return source
+    if args.construct_model_on == "device":
+        source.device = device
+    elif args.construct_model_on == "meta" and has_checkpoint:
+        source.make_blank = lambda: _make_blank(source, device)
+    elif args.construct_model_on == "meta":
+        logger.info(
+            "construct_model_on='meta': there is no checkpoint to fill the model from; it is "
+            "built in the ordinary way"
+        )
+    return source
 
 
-def choose_fused_loss(
-    args: TrainingArguments, factory: FusedLossFactory | None
-) -> FusedLoss | None:
-    """The loss of a given factory, or else the one that the arguments name."""
-    if factory is None and args.fused_loss is not None:
-        factory = find_factory(args.fused_loss)
-    return None if factory is None else FusedLoss(factory)
+def _make_blank(source: ModelSource, device: torch.device) -> nn.Module | None:
+    model = build_blank(source)
+    return None if model is None else materialise(model, source, device)
 
 
-def change_layers(args: TrainingArguments, module: nn.Module) -> None:
-    """Put the layers of FP8 or quantization-aware training in the place of linear ones."""
+def _prepare(
+    module: nn.Module,
+    args: TrainingArguments,
+    rank: int,
+    device: torch.device,
+    recompute: Recompute | None,
+    fused_loss: FusedLoss | None,
+) -> None:
+    """Layers first, then how they are called: what is compiled is all that came before."""
     is_part = args.strategy_name == "pipeline"
+    put_back(module)
     if args.fp8_recipe is not None:
         fp8.convert(
             module,
             args.fp8_recipe,
             args.fp8_dim_alignment,
+            device,
             exclude=args.fp8_exclude,
             is_part=is_part,
         )
@@ -77,14 +135,85 @@ def change_layers(args: TrainingArguments, module: nn.Module) -> None:
             exclude=args.qat_exclude,
             is_part=is_part,
         )
+    if fused_loss is not None:
+        fused_loss.install(module)
+    if args.enable_activation_offloading:
+        refuse_flex_attention(module)
+    if args.gradient_checkpointing:
+        _enable_recomputation(module, args, rank, recompute, is_part=is_part)
+    compiling = CompileOptions.from_args(args)
+    if compiling is not None:
+        compile_module(module, compiling, is_part=is_part)
 
 
-def equip(strategy: Strategy, args: TrainingArguments) -> None:
-    """Give a strategy the contexts of its forwards and its loss scale."""
-    if args.strategy_name == "accelerate":
-        return  # precision is the Accelerator's
-    if args.fp8_recipe is not None:
-        fp8.check(args.fp8_recipe, strategy.device)  # before a model is built
-    strategy.train_context = strategy.eval_context = autocast(args.mixed_precision, strategy.device)
-    if args.mixed_precision == "fp16":
-        strategy.loss_scale = LossScale()
+def _enable_recomputation(
+    module: nn.Module,
+    args: TrainingArguments,
+    rank: int,
+    custom: Recompute | None,
+    *,
+    is_part: bool,
+) -> None:
+    policy, options = args.gradient_checkpointing_policy, args.gradient_checkpointing_kwargs
+    if custom is None:
+        recomputation.enable(module, policy, options, may_lack_blocks=is_part)
+        return
+    if policy != recomputation.BLOCK or options:
+        logger.warning(
+            "enable_activation_checkpoint_fn decides what is recomputed; "
+            "gradient_checkpointing_policy and gradient_checkpointing_kwargs have no effect"
+        )
+    custom(rank, module)
+
+
+def choose_fused_loss(
+    args: TrainingArguments, factory: FusedLossFactory | None
+) -> FusedLoss | None:
+    """The loss of a given factory, or else the one that the arguments name."""
+    if factory is None and args.fused_loss is not None:
+        factory = find_factory(args.fused_loss)
+    return None if factory is None else FusedLoss(factory)
+
+
+def equip(strategy: Strategy, args: TrainingArguments) -> ActivationOffload | None:
+    """Give a strategy the contexts of its forwards and its loss scale.
+
+    Returns the offload of activations, if there is one: it has to be shown the model.
+    """
+    contexts: list[Context] = []
+    if args.strategy_name != "accelerate":  # there, precision is the Accelerator's
+        precision = autocast(args.mixed_precision, strategy.device)
+        strategy.eval_context = precision
+        contexts += [] if precision is nullcontext else [precision]
+        if args.mixed_precision == "fp16":
+            strategy.loss_scale = LossScale()
+    offload = make_offload(strategy.device) if args.enable_activation_offloading else None
+    if offload is not None:
+        contexts.append(offload)
+    compiling = CompileOptions.from_args(args)
+    # A pipeline has several forwards whose backward is to come.
+    if compiling is not None and compiling.replays and args.strategy_name != "pipeline":
+        contexts.append(_new_step)
+    strategy.train_context = _joined(contexts)
+    return offload
+
+
+@contextmanager
+def _new_step() -> Iterator[None]:
+    """Tell CUDA graphs that what the last step gave is not needed any more."""
+    torch.compiler.cudagraph_mark_step_begin()
+    yield
+
+
+def _joined(contexts: Sequence[Context]) -> Context:
+    if len(contexts) < 2:
+        return contexts[0] if contexts else nullcontext
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
+            yield
+
+    return entered

@@ -27,6 +27,7 @@ from headway.dist.agreement import require_equal
 from headway.dist.env import DistributedEnvInterface, detect_env
 from headway.dist.failure import guard_run
 from headway.dist.seed import derive_seed, draw_seed, seed_all
+from headway.engine.cached_memory import CachedMemory
 from headway.engine.events import EventBus, TrainerCallback, normalise_callbacks
 from headway.engine.loop import LoopParts, TrainingLoop
 from headway.engine.metrics import MetricBuffer, MetricMergeStrategy, ReduceType, Value
@@ -47,6 +48,7 @@ from headway.precision.quantized import require_trainable
 from headway.strategies.base import Strategy
 from headway.strategies.objective import LossFunction, Objective
 from headway.strategies.single import SingleDevice
+from headway.strategies.torch_settings import check_attention, torch_settings
 from headway.trainers.checkpointing import Checkpointing
 from headway.trainers.evaluation import Evaluation
 from headway.trainers.lr_find import LearningRateFinding
@@ -54,7 +56,14 @@ from headway.trainers.model import flops_per_token
 from headway.trainers.outputs import RunStart, TrainOutput
 from headway.trainers.plan import RunPlan, accumulation_steps, has_length, plan_run
 from headway.trainers.preflight import GuardedCollator, check_data_fits
-from headway.trainers.preparation import choose_fused_loss, equip, model_source
+from headway.trainers.preparation import (
+    check_accumulation,
+    check_arguments,
+    choose_fused_loss,
+    equip,
+    model_source,
+)
+from headway.trainers.resume import wanted_components
 from headway.trainers.saving import Saver
 
 logger = logging.getLogger(__name__)
@@ -109,6 +118,7 @@ class Trainer(Checkpointing, Evaluation, LearningRateFinding):
         args._local_process_index = self.env.local_rank
         args._n_gpu = int(torch.device(self.env.device).type == "cuda")
         self._check_world()
+        check_arguments(args, model, model_init, torch.device(self.env.device))
         self.model: nn.Module | None = model
         self.model_init = model_init
         self.data_collator = data_collator
@@ -231,26 +241,34 @@ class Trainer(Checkpointing, Evaluation, LearningRateFinding):
 
     # Set-up
 
-    def _prepare_model(self) -> None:
-        """Model on its device and an objective for it; done once."""
+    def _prepare_model(self, *, resumes: bool = False) -> None:
+        """Model on its device and an objective for it; done once.
+
+        `resumes`: a checkpoint will be loaded that holds all of the model's state.
+        """
         if self.strategy is not None:
             return
         if self.state.seed is None:  # an evaluation comes first
             self._choose_seed(None)
         strategy = self._make_strategy()
-        equip(strategy, self.args)
+        offload = equip(strategy, self.args)
         source = model_source(
             self.args,
             self.model,
             self.model_init,
             rank=self.env.rank,
+            device=strategy.device,
             recompute=self._enable_activation_checkpoint_fn,
             fused_loss=self._fused_loss,
+            has_checkpoint=resumes,
         )
         if self.env.world_size > 1:
             # Ranks that build different models would wait for each other for ever.
             require_equal({"the model": source.describe()})
         model = strategy.setup(source)
+        if offload is not None:
+            offload.watch(model)
+        check_attention(self.args, model, strategy.device, strategy.train_context)
         if strategy.loss_scale is not None:
             check_scaled(model)
         if self.env.rank:  # after the model, which all ranks draw alike
@@ -270,6 +288,7 @@ class Trainer(Checkpointing, Evaluation, LearningRateFinding):
         collate = self.data_collator or _default_collator(self.processing_class)
         args, shard = self.args, self.strategy.data_shard()
         accumulation = accumulation_steps(args, shard.world_size, dataset) if training else 1
+        check_accumulation(args, accumulation)
         model = self.strategy.unwrap()
         loader = WindowLoader(
             dataset,
@@ -345,7 +364,7 @@ class Trainer(Checkpointing, Evaluation, LearningRateFinding):
             resume = resume_from_checkpoint
         self.bus.control, self.bus.stopped_by = TrainerControl(), None
         try:
-            with guard_run(), SignalRequests() as signals:
+            with guard_run(), SignalRequests() as signals, torch_settings(self.args):
                 return self._train(resume, signals)
         except BaseException as error:
             self.bus.fire_to_all("on_error", exception=error)
@@ -360,7 +379,7 @@ class Trainer(Checkpointing, Evaluation, LearningRateFinding):
         saver = self._saver = Saver(self, snapshot["config"])
         found = saver.find(resume)
         self._choose_seed(saver.saved_seed(found))
-        self._prepare_model()
+        self._prepare_model(resumes=found is not None and "model" in wanted_components(self.args))
         assert self.strategy is not None and self.model is not None
         require_trainable(self.model)
         loader = self._loader(self.train_dataset, "train_dataset", training=True)
@@ -443,6 +462,7 @@ class Trainer(Checkpointing, Evaluation, LearningRateFinding):
             rollback=saver.rollback,
             on_first_step=on_first_step,
             rescue=saver.rescue,
+            relieve=CachedMemory(self.strategy.device, self.args.gc_threshold).relieve,
         )
 
     def _finish(

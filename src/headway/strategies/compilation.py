@@ -1,0 +1,149 @@
+"""torch.compile over a model's blocks, or over the whole of it.
+
+Owns: what is compiled and how often, the checks of backend and mode that need torch. Does not own:
+process-wide compiler settings (torch_settings.py), recomputation inside a block (recompute.py).
+
+Equal blocks share one compiled function, so that a model of many layers compiles as fast as one of
+a single layer. What is compiled is a block's `forward` and not its call: hooks, such as those by
+which FSDP2 gathers weights, run outside of it, and names in the state dict stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.args import TrainingArguments
+from headway.errors import ConfigError, unknown
+from headway.models.cache import KVCache
+from headway.strategies.blocks import search_blocks
+from headway.strategies.forwards import forward_of, leave_out_cache, stand_in
+
+logger = logging.getLogger(__name__)
+
+BLOCKS, MODEL = "blocks", "model"
+_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+# Those with graphs of the device's own replay memory that the next step writes to.
+_REPLAYING_MODES = ("reduce-overhead", "max-autotune")
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What `torch_compile` and its companions say."""
+
+    backend: str = "inductor"
+    mode: str | None = None
+    dynamic: bool = True
+    full_graph: bool = False
+    scope: str = BLOCKS
+
+    @classmethod
+    def from_args(cls, args: TrainingArguments) -> CompileOptions | None:
+        """None where nothing is to be compiled."""
+        if not args.torch_compile:
+            return None
+        mode = args.torch_compile_mode
+        return cls(
+            backend=args.torch_compile_backend or "inductor",
+            mode=None if mode == "default" else mode,
+            dynamic=args.torch_compile_dynamic,
+            full_graph=args.torch_compile_full_graph,
+            scope=args.torch_compile_scope,
+        )
+
+    @property
+    def replays(self) -> bool:
+        """Whether results live in memory that the next step overwrites."""
+        return self.backend == "inductor" and self.mode in _REPLAYING_MODES
+
+    def check(self, device: torch.device) -> None:
+        """Refuse a backend that this torch, or this machine, does not have."""
+        names = torch._dynamo.list_backends(exclude_tags=())
+        if self.backend not in names:
+            usual = [name for name in names if not name.endswith("_TESTING_ONLY")]
+            raise ConfigError(unknown("torch_compile_backend", self.backend, usual, most=30))
+        if self.backend == "inductor" and device.type == "cuda":
+            from torch.utils._triton import has_triton
+
+            if not has_triton():
+                raise ConfigError(
+                    "torch_compile_backend='inductor' needs triton on this GPU, and there is none "
+                    "that works; install triton, or choose another backend ('aot_eager')"
+                )
+
+
+def compile_module(module: nn.Module, options: CompileOptions, *, is_part: bool = False) -> None:
+    """Compile a model, or a part of one, in place, to be done at its first call.
+
+    A part without blocks, such as a pipeline's last stage, is left as it is.
+    """
+    leave_out_cache(module)
+    blocks = [block for _, block in search_blocks(module)] if options.scope == BLOCKS else []
+    if not blocks:
+        if is_part:
+            return
+        if options.scope == BLOCKS:
+            logger.info(
+                "torch_compile: %s has no list of blocks; it is compiled as a whole",
+                type(module).__name__,
+            )
+        blocks = [module]
+    made: dict[FunctionType, Callable[..., Any]] = {}
+    for block in blocks:
+        plain = forward_of(block)
+        if plain not in made:
+            made[plain] = _compiled(plain, options)
+        stand_in(block, made[plain])
+    logger.info(
+        "torch_compile: %d modules, %d to compile (backend %s, mode %s)",
+        len(blocks),
+        len(made),
+        options.backend,
+        options.mode or "default",
+    )
+
+
+def _compiled(plain: FunctionType, options: CompileOptions) -> Callable[..., Any]:
+    compiled = torch.compile(
+        _own_copy(plain),
+        backend=options.backend,
+        mode=options.mode,
+        dynamic=options.dynamic,
+        fullgraph=options.full_graph,
+    )
+
+    @functools.wraps(plain)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A cache grows by a token per call and is another one for every layer: not worth a graph.
+        if any(kwargs.get(name) is not None for name in _CACHES) or any(
+            isinstance(value, KVCache) for value in args
+        ):
+            return plain(self, *args, **kwargs)
+        return compiled(self, *args, **kwargs)
+
+    return run
+
+
+def _own_copy(plain: FunctionType) -> FunctionType:
+    """The same function with code of its own.
+
+    Graphs are kept with the code object. An earlier run of this process, with other settings, would
+    otherwise lend its graphs to this one, and their number counts against the recompile limit.
+    """
+    copy = FunctionType(
+        plain.__code__.replace(),
+        plain.__globals__,
+        plain.__name__,
+        plain.__defaults__,
+        plain.__closure__,
+    )
+    copy.__kwdefaults__ = plain.__kwdefaults__
+    copy.__qualname__ = plain.__qualname__
+    return copy

@@ -1,0 +1,126 @@
+"""Activations that the backward pass makes again in place of keeping them.
+
+Owns: the policies of `gradient_checkpointing_policy`, for models with Hugging Face's switch and for
+any model that has blocks. Does not own: the search for blocks (blocks.py), moving activations to
+the host (offload.py), the compiler's own choice (torch_settings.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from headway.errors import ConfigError
+from headway.strategies.blocks import search_blocks
+from headway.strategies.forwards import forward_of, leave_out_cache, stand_in
+
+logger = logging.getLogger(__name__)
+
+BLOCK, SELECTIVE = "block", "selective"
+_EVERY = re.compile(r"every_(\d+)")
+
+# Products of matrices and attention: most of a block's time, and only a part of its memory.
+_KEPT_NAMES = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_mm",
+    "_grouped_mm",
+    "_scaled_grouped_mm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+
+
+def enable(
+    module: nn.Module,
+    policy: str = BLOCK,
+    options: Mapping[str, Any] | None = None,
+    *,
+    may_lack_blocks: bool = False,
+) -> None:
+    """Recompute activations of a model, or of a part of one, as the policy says.
+
+    `options` are torch's for checkpointing. `may_lack_blocks`: a part may have none to recompute.
+    """
+    given = {"use_reentrant": False, **(options or {})}
+    leave_out_cache(module)
+    if policy == BLOCK and _switch_on(module, given):
+        return
+    blocks = [block for _, block in search_blocks(module)]
+    if not blocks:
+        if may_lack_blocks:
+            return
+        raise ConfigError(
+            f"gradient_checkpointing=True, but {type(module).__name__} has neither "
+            "gradient_checkpointing_enable() nor a list of blocks (a ModuleList of modules of one "
+            "class) to recompute; pass enable_activation_checkpoint_fn, or set it to False"
+        )
+    if given["use_reentrant"]:
+        raise ConfigError(
+            "gradient_checkpointing_kwargs: use_reentrant=True is only for models that switch "
+            f"recomputation on by themselves, and for policy {BLOCK!r}; leave it out"
+        )
+    if policy == SELECTIVE:
+        given["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
+    every = _EVERY.fullmatch(policy)
+    chosen = blocks[:: int(every[1])] if every else blocks
+    made: dict[FunctionType, Callable[..., Any]] = {}
+    for block in chosen:
+        plain = forward_of(block)
+        stand_in(block, made.setdefault(plain, _recomputing(plain, given)))
+    logger.info("gradient_checkpointing: %s, %d of %d blocks", policy, len(chosen), len(blocks))
+
+
+def _switch_on(module: nn.Module, options: dict[str, Any]) -> bool:
+    """Use the model's own switch, where it has one that works."""
+    switch = getattr(module, "gradient_checkpointing_enable", None)
+    if not callable(switch) or getattr(module, "supports_gradient_checkpointing", True) is False:
+        return False
+    switch(gradient_checkpointing_kwargs=options)
+    return True
+
+
+def _recomputing(plain: FunctionType, options: Mapping[str, Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def recompute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return plain(self, *args, **kwargs)
+        return checkpoint(functools.partial(plain, self), *args, **options, **kwargs)
+
+    return recompute
+
+
+@functools.cache
+def _kept_operations() -> frozenset[Any]:
+    found: set[Any] = set()
+    for name in _KEPT_NAMES:
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is not None:
+            found.update(getattr(packet, overload) for overload in packet.overloads())
+    flex = getattr(torch.ops.higher_order, "flex_attention", None)
+    return frozenset(found if flex is None else found | {flex})
+
+
+def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Whether the output of an operation is kept."""
+    if operation in _kept_operations():
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
