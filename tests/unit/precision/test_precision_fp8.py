@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchao")
 
+from headway import Trainer, TrainingArguments
 from headway.args import HEAD_LAYERS
 from headway.checkpoint.tensors import read_shards
 from headway.errors import ConfigError
 from headway.precision import fp8
-from headway.testing import tiny_decoder, tiny_trainer
+from headway.testing import tiny_dataset, tiny_decoder, tiny_trainer
 
 CPU = torch.device("cpu")
 E4M3_MAX = 448.0
@@ -151,10 +152,15 @@ def test_a_model_without_values_can_be_converted(anywhere):
 
 
 def test_a_cpu_is_refused_before_a_model_is_built(tmp_path):
-    trainer = tiny_trainer(tmp_path, max_steps=1, fp8_recipe="rowwise")
-    trainer.model_init = lambda: pytest.fail("the model was built")
+    def model_init() -> nn.Module:
+        pytest.fail("the model was built")
+
     with pytest.raises(ConfigError, match=r"fp8_recipe='rowwise' needs .* 8\.9 .* is on cpu"):
-        trainer.train()
+        Trainer(
+            args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True, fp8_recipe="rowwise"),
+            model_init=model_init,
+            train_dataset=tiny_dataset(4),
+        ).train()
 
 
 def test_a_device_that_is_too_old_is_named(monkeypatch):
