@@ -241,8 +241,8 @@ def plan_optimizer(
     rest_names = [n for n in reader.weight_map if n.startswith(("param_groups/", "shared/"))]
     rest = join_tree(encoded["rest"], dict(reader.items(rest_names)), what=file)
     _check_settings(rest, len(encoded["groups"]), file)
+    _check_classes(optimizer, groups, encoded["groups"], rest["param_groups"], file)
     chosen = _match_groups(groups, encoded["groups"], rest["param_groups"])
-    _check_classes(optimizer, chosen, file)
     states, destinations = _plan_states(optimizer, groups, encoded["params"], reader)
 
     def finish() -> None:
@@ -365,15 +365,27 @@ def _match_groups(
 
 
 def _check_classes(
-    optimizer: torch.optim.Optimizer, chosen: Sequence[Mapping[str, Any] | None], file: str
+    optimizer: torch.optim.Optimizer,
+    live: list[dict[str, torch.Tensor]],
+    saved: list[list[str]],
+    hyperparameters: list[dict[str, Any]],
+    file: str,
 ) -> None:
     """Refuse the state of another class in a group of a joined optimizer."""
-    for group, saved in zip(optimizer.param_groups, chosen):
-        if saved is not None and saved.get(GROUP_CLASS) != group.get(GROUP_CLASS):
-            which = ", ".join(group.get("param_names", [])[:3])
+    class_of = {
+        name: settings.get(GROUP_CLASS)
+        for members, settings in zip(saved, hyperparameters)
+        for name in members
+    }
+    for group, members in zip(optimizer.param_groups, live):
+        here = group.get(GROUP_CLASS)
+        others = {name: class_of[name] for name in members if class_of[name] != here}
+        if others:
+            name, there = next(iter(others.items()))
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
             raise CheckpointError(
-                f"{file} does not fit the optimizer: {which}, ... were updated by "
-                f"{saved.get(GROUP_CLASS)} there, by {group.get(GROUP_CLASS)} here"
+                f"{file} does not fit the optimizer: {name}{more} updated by {there} there, by "
+                f"{here} here"
             )
 
 

@@ -126,7 +126,7 @@ class _Rounding:
 
     def store(self, exact: Tensor, kept: Tensor, stream: int) -> None:
         """Put `exact` into `kept`, rounded by chance if that is in bfloat16."""
-        if kept.dtype != torch.bfloat16:
+        if kept.dtype != torch.bfloat16 or kept.is_meta:
             kept.copy_(exact)
             return
         if self._generator is None:

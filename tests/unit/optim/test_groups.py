@@ -6,7 +6,8 @@ from torch import nn
 
 from headway import ConfigError, TrainingArguments
 from headway.optim.build import build_optimizer
-from headway.optim.groups import make_groups
+from headway.optim.groups import deal_parameters, make_groups
+from headway.optim.multi import JoinedOptimizer
 
 
 def model():
@@ -39,10 +40,47 @@ def test_unmatched_go_to_the_default_and_none_removes_a_group():
     assert len(found["__default__"]) == 4
 
 
-def test_a_pattern_that_matches_nothing_is_reported(caplog):
+def test_a_pattern_that_matches_nothing_is_reported_with_the_closest_names(caplog):
     with caplog.at_level(logging.WARNING):
-        groups_of({"typo": {"regex": "embde"}})
+        groups_of({"typo": {"regex": r"^embde\.w"}})
     assert "optimizer_groups.typo" in caplog.text and "embde" in caplog.text
+    assert "matches no parameter; the closest are: embed.weight" in caplog.text
+
+
+def test_a_pattern_whose_parameters_are_taken_or_frozen_is_reported_as_such(caplog):
+    net = model()
+    net["norm"].requires_grad_(False)
+    groups = {"all": {"regex": "."}, "body": {"regex": "body"}, "norms": {"regex": "^norm"}}
+    make_groups(net.named_parameters(), groups)
+    assert "matches only what earlier groups took (all: body.weight, body.bias)" in caplog.text
+    assert "matches frozen parameters only (norm.weight, norm.bias)" in caplog.text
+
+
+def test_no_warning_for_what_another_rank_has(caplog):
+    named = model().named_parameters()
+    deal_parameters(named, {"head": {"regex": "lm_head"}}, elsewhere=["lm_head.weight"])
+    assert not caplog.text
+
+
+def tied_model():
+    net = nn.ModuleDict({"embed": nn.Embedding(4, 3), "lm_head": nn.Linear(3, 4, bias=False)})
+    net["lm_head"].weight = net["embed"].weight
+    return net
+
+
+def test_a_tied_parameter_goes_by_any_of_its_names():
+    args = TrainingArguments(use_cpu=True)
+    groups = {"head": {"regex": "lm_head", "config": {"lr": 0.5}}, "rest": {"regex": "embed"}}
+    [group] = build_optimizer(tied_model(), args, groups=groups).param_groups
+    assert group["group_name"] == "head" and group["lr"] == 0.5
+    assert group["param_names"] == ["embed.weight"], "and keeps its stored name"
+
+
+def test_debug_tells_every_assignment(caplog):
+    args = TrainingArguments(use_cpu=True, debug_optimizer_groups=True)
+    with caplog.at_level(logging.INFO):
+        build_optimizer(tied_model(), args, groups={"head": {"regex": "lm_head"}})
+    assert "optimizer group head <- embed.weight (also lm_head.weight)" in caplog.text
 
 
 def test_frozen_and_tied_parameters_appear_at_most_once():
@@ -108,3 +146,101 @@ def test_a_model_without_trainable_parameters_is_refused():
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
         build_optimizer(frozen, TrainingArguments(use_cpu=True))
+
+
+class ScaledRows(nn.Module):
+    """A norm by its name only, with a table that is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+        self.table = nn.Parameter(torch.ones(2, 3))
+
+
+class MyNorm(ScaledRows):
+    pass
+
+
+def test_no_decay_on_tells_kinds_by_module_and_not_by_name():
+    net = nn.ModuleDict(
+        {
+            "tokens": nn.Embedding(4, 3),
+            "norm_free_proj": nn.Linear(3, 3),
+            "scale": nn.LayerNorm(3),
+            "own": MyNorm(),
+            "rows": ScaledRows(),
+            "lm_head": nn.Linear(3, 4, bias=False),
+        }
+    )
+    args = TrainingArguments(
+        use_cpu=True, weight_decay=0.1, no_decay_on=["norm", "bias", "embedding"]
+    )
+    decayed, free = build_optimizer(net, args).param_groups
+    assert decayed["weight_decay"] == 0.1 and free["weight_decay"] == 0.0
+    assert sorted(free["param_names"]) == [
+        "norm_free_proj.bias",
+        "own.gain",
+        "scale.bias",
+        "scale.weight",
+        "tokens.weight",
+    ]
+    more = TrainingArguments(use_cpu=True, no_decay_on=["vector", "head"])
+    _, free = build_optimizer(net, more).param_groups
+    assert "rows.gain" in free["param_names"] and "lm_head.weight" in free["param_names"]
+    assert len(build_optimizer(net, TrainingArguments(use_cpu=True)).param_groups) == 1
+
+
+def test_a_group_with_its_own_decay_keeps_it_and_tied_heads_are_embeddings():
+    args = TrainingArguments(use_cpu=True, weight_decay=0.1, no_decay_on="embedding")
+    [free] = build_optimizer(tied_model(), args).param_groups
+    assert free["weight_decay"] == 0.0
+    groups = {"mine": {"regex": "embed", "config": {"weight_decay": 0.3}}}
+    [kept] = build_optimizer(tied_model(), args, groups=groups).param_groups
+    assert kept["weight_decay"] == 0.3 and kept["group_name"] == "mine"
+
+
+def test_an_optimizer_without_decay_cannot_leave_it_off():
+    args = TrainingArguments(use_cpu=True, no_decay_on=["norm"])
+    with pytest.raises(ConfigError, match="no_decay_on: Rprop has no weight_decay"):
+        build_optimizer(model(), args, cls_and_kwargs=(torch.optim.Rprop, {}))
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_a_setting_that_the_optimizer_does_not_know_is_refused(optim):
+    args = TrainingArguments(use_cpu=True, optim=optim)
+    groups = {"g": {"regex": "norm", "config": {"wieght_decay": 0.0}}}
+    with pytest.raises(ConfigError, match=r"optimizer_groups\.g\.config.*mean 'weight_decay'"):
+        build_optimizer(model(), args, groups=groups)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.5, momentum=0.9)
+
+
+def test_groups_with_factories_make_one_joined_optimizer():
+    args = TrainingArguments(use_cpu=True, learning_rate=1e-3)
+    groups = {
+        "norms": {"regex": "norm", "factory": sgd},
+        "body": {"regex": "body.weight"},
+        "embed": {"regex": "embed", "factory": sgd, "config": {"lr": 0.25}},
+    }
+    built = build_optimizer(model(), args, groups=groups)
+    assert type(built) is JoinedOptimizer and len(built.parts) == 2, "one for both of sgd's"
+    assert [(g["group_name"], g["optimizer_class"], g["lr"]) for g in built.param_groups] == [
+        ("norms", "SGD", 0.5),
+        ("body", "AdamW", 1e-3),
+        ("embed", "SGD", 0.25),
+        ("__default__", "AdamW", 1e-3),
+    ]
+
+
+def test_a_group_factory_must_make_an_optimizer():
+    groups = {"g": {"regex": "norm", "factory": lambda params: None}}
+    with pytest.raises(ConfigError, match=r"optimizer_groups\.g\.factory must return"):
+        build_optimizer(model(), TrainingArguments(use_cpu=True), groups=groups)
+
+
+def test_factories_of_groups_and_the_step_in_the_backward_pass_exclude_each_other():
+    args = TrainingArguments(use_cpu=True, fuse_optim_with_backward=True)
+    with pytest.raises(ConfigError, match="cannot be used with a factory in optimizer_groups"):
+        build_optimizer(model(), args, groups={"g": {"regex": "norm", "factory": sgd}})
