@@ -96,11 +96,11 @@ class HostLane:
 class _Cargo:
     """One storage that autograd saved, on its way out or back."""
 
-    def __init__(self, source: Tensor, lane: Lane, place: int, version: int) -> None:
+    def __init__(self, saved: Tensor, lane: Lane, place: int) -> None:
         self._lane = lane
-        self.place, self.version = place, version
-        self._held, self._sent = lane.send(source)
-        self._original: Tensor | None = source
+        self.place, self.version = place, saved._version
+        self._held, self._sent = lane.send(_bytes_of(saved))
+        self._original: Tensor | None = saved
         self._copy: Tensor | None = None
         self._arrival: Any = None
         """Mark of a copy back that nobody has waited for."""
@@ -112,6 +112,15 @@ class _Cargo:
             self._lane.wait(self._sent)
             self._original = None
 
+    def check(self) -> None:
+        """Refuse what was changed while it was being copied: nobody knows what the copy has."""
+        if self._original is not None and self._original._version != self.version:
+            raise RuntimeError(
+                "enable_activation_offloading: a tensor that the backward pass needs "
+                f"({list(self._original.shape)}, {self._original.dtype}) was modified by an "
+                "inplace operation after it was saved"
+            )
+
     def fetch(self) -> None:
         """Begin to bring the bytes back, unless they are there or are not needed any more."""
         there = self._original is not None or self._copy is not None
@@ -122,9 +131,10 @@ class _Cargo:
         """The bytes on the device, for one of the views that were saved."""
         if self._num_unpacks == self.num_packs:  # a graph is walked again
             self._num_unpacks = 0
+        self.check()
         self.fetch()
         self._settle()
-        found = self._original if self._copy is None else self._copy
+        found = self._copy if self._original is None else _bytes_of(self._original)
         assert found is not None
         self._num_unpacks += 1
         if self._num_unpacks == self.num_packs:
@@ -211,14 +221,15 @@ class ActivationOffload:
             return tensor
         cargo = self._find(key, tensor._version)
         if cargo is None:
-            source = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-            cargo = _Cargo(source, self._lane, len(self._tape), tensor._version)
+            cargo = _Cargo(tensor, self._lane, len(self._tape))
             self._known[key] = StorageWeakRef(storage), weakref.ref(cargo)
             self._tape.append(weakref.ref(cargo))
             self.num_bytes += storage.nbytes()
             self._leaving.append(cargo)
             if len(self._leaving) > _IN_FLIGHT:
-                self._leaving.popleft().free_original()
+                oldest = self._leaving.popleft()
+                oldest.check()
+                oldest.free_original()
         cargo.num_packs += 1
         offset = int(tensor.storage_offset())
         return _View(cargo, self._tape, tensor.dtype, tensor.size(), tensor.stride(), offset)
@@ -267,6 +278,12 @@ def refuse_flex_attention(model: nn.Module) -> None:
             "enable_activation_offloading=True cannot be used with flex attention; set the "
             "model's attention to 'sdpa', or enable_activation_offloading to False"
         )
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """All bytes of the storage that a tensor is a view of."""
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage())
 
 
 def _is_special(tensor: Tensor) -> bool:

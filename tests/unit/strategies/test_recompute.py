@@ -1,0 +1,185 @@
+"""Recomputation: the same numbers from fewer saved bytes, for every kind of model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from headway.errors import ConfigError
+from headway.strategies.forwards import put_back
+from headway.strategies.recompute import enable
+from headway.testing import tiny_decoder, tiny_llama, tiny_trainer
+
+POLICIES = ("selective", "every_2", "block")
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes made inside that still exist: what the backward will need."""
+
+    def __init__(self):
+        super().__init__()
+        self._made = {}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def num_bytes(self):
+        return sum(size for storage, size in self._made.values() if not storage.expired())
+
+
+class Stacked(nn.Module):
+    """Blocks, and no switch to recompute them."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+            self.drop = nn.Dropout(0.2)
+
+        def forward(self, x):
+            return x + self.drop(self.down(nn.functional.gelu(self.up(x))))
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(258, 16)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+        self.head = nn.Linear(16, 258)
+
+    def forward(self, input_ids, labels):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return {"loss": loss}
+
+
+MODELS = {
+    "decoder": lambda: tiny_decoder(num_layers=4, dropout=0.2),
+    "llama": lambda: tiny_llama(num_hidden_layers=4, attention_dropout=0.2),
+    "any": Stacked,
+}
+
+
+def measure(model):
+    """(loss, gradients, bytes kept for the backward) of one forward and backward."""
+    ids = torch.arange(96).view(2, 48)
+    torch.manual_seed(5)
+    with Alive() as alive:
+        loss = model(input_ids=ids, labels=ids)["loss"]
+    num_bytes = alive.num_bytes()
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters()], num_bytes
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_policies_keep_less_and_give_the_same_bits(kind):
+    torch.manual_seed(0)
+    plain = MODELS[kind]()
+    loss, gradients, kept = measure(copy.deepcopy(plain))
+    sizes = {}
+    for policy in POLICIES:
+        model = copy.deepcopy(plain)
+        enable(model, policy)
+        again, made, sizes[policy] = measure(model)
+        assert torch.equal(loss, again), policy
+        assert all(map(torch.equal, gradients, made)), policy
+        assert list(model.state_dict()) == list(plain.state_dict())
+    assert sizes["block"] < min(sizes["selective"], sizes["every_2"])
+    assert max(sizes["selective"], sizes["every_2"]) < 0.8 * kept
+
+
+def test_every_n_leaves_out_the_others():
+    model = Stacked()
+    enable(model, "every_3")
+    assert ["forward" in block.__dict__ for block in model.blocks] == [True, False, False, True]
+
+
+def test_nothing_is_recomputed_without_gradients_or_training():
+    model = Stacked()
+    enable(model, "selective")
+    calls = []
+    for block in model.blocks:
+        block.up.register_forward_hook(lambda *_: calls.append(1))
+    ids = torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        model(ids, ids)
+    model.eval()
+    model(ids, ids)["loss"].backward()
+    assert len(calls) == 2 * 4
+    model.train()
+    model(ids, ids)["loss"].backward()
+    assert len(calls) == 2 * 4 + 8
+
+
+def test_a_transformers_model_makes_no_cache_while_it_is_recomputed():
+    model = tiny_llama()
+    enable(model, "every_2")
+    ids = torch.arange(8).view(1, 8)
+    assert model(input_ids=ids, labels=ids).past_key_values is None
+    assert model(input_ids=ids, use_cache=True).past_key_values is not None
+
+
+def test_a_model_leaves_as_it_came():
+    model = Stacked()
+    enable(model, "block")
+    copied = copy.deepcopy(model)
+    assert copied.blocks[0].forward.__self__ is copied.blocks[0]
+    put_back(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    llama = tiny_llama()
+    enable(llama, "selective")
+    put_back(llama)
+    assert not llama._forward_pre_hooks
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(ConfigError, match="Linear has neither gradient_checkpointing_enable"):
+        enable(nn.Linear(2, 2))
+    enable(nn.Linear(2, 2), may_lack_blocks=True)  # a stage of a pipeline
+    with pytest.raises(ConfigError, match="use_reentrant=True is only for models"):
+        enable(Stacked(), options={"use_reentrant": True})
+
+
+def test_options_reach_the_models_own_switch():
+    model = tiny_decoder()
+    enable(model, options={"determinism_check": "none"})
+    assert model.model.checkpointing["determinism_check"] == "none"
+    assert model.model.checkpointing["use_reentrant"] is False
+
+
+def losses_of(folder, **arguments):
+    trainer = tiny_trainer(folder, max_steps=3, **arguments)
+    trainer.train()
+    return [r["loss"] for r in trainer.state.log_history if "loss" in r], trainer
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_training_with_a_policy_is_the_same_training(tmp_path, policy):
+    plain, _ = losses_of(tmp_path / "plain")
+    recomputed, _ = losses_of(
+        tmp_path / policy, gradient_checkpointing=True, gradient_checkpointing_policy=policy
+    )
+    assert recomputed == plain
+
+
+def test_the_users_own_function_wins(tmp_path, caplog):
+    seen = []
+    trainer = tiny_trainer(
+        tmp_path, max_steps=1, gradient_checkpointing=True, gradient_checkpointing_policy="every_2"
+    )
+    trainer._enable_activation_checkpoint_fn = lambda rank, module: seen.append((rank, module))
+    trainer.train()
+    assert seen == [(0, trainer.model)]
+    assert "enable_activation_checkpoint_fn decides" in caplog.text
+    assert not any("forward" in module.__dict__ for module in trainer.model.modules())
