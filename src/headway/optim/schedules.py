@@ -28,6 +28,8 @@ from headway.optim.sequence import read_pieces
 
 _ALIASES = {"wsd": "warmup_stable_decay"}
 _TIMESCALE_STEPS = 10_000
+_ANY_RATE = 1e30
+"""A base rate above any level that options give."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,18 @@ class ScheduleSpec:
         """What it is, in plain values; two schedules of one description have one curve."""
         return {
             "type": read_kind(self.kind, "lr_scheduler_type"),
-            "length": self.length,
+            "length": self.length if self._goes_by_length() else None,
             "warmup": self.warmup,
             "options": dict(self.options),
         }
+
+    def _goes_by_length(self) -> bool:
+        """Whether a training of another length has another curve."""
+        try:
+            replace(self, length=None).draw(_ANY_RATE)
+        except ConfigError:
+            return True
+        return False
 
 
 def make_schedule(

@@ -152,7 +152,7 @@ def test_anchors_and_merge_keys(write):
 def test_extends(write):
     write(
         MODEL
-        + "args: {max_steps: 100, warmup_steps: 7, save_total_limit: 5}\n"
+        + "args: {max_steps: 100, warmup_steps: 4, save_total_limit: 5}\n"
         + "optimizer_groups:\n  a: {regex: x, config: {lr: 1.0}}\n  b: {regex: y}\n"
         + "callbacks: [ProgressCallback, InfoCallback]\n",
         "conf/base.yaml",
@@ -165,7 +165,7 @@ def test_extends(write):
         "callbacks: [InfoCallback]\n"
     )
     run = load_run(path)
-    assert (run.args.max_steps, run.args.warmup_steps, run.args.seed) == (5, 7, 3)
+    assert (run.args.max_steps, run.args.warmup_steps, run.args.seed) == (5, 4, 3)
     assert run.args.save_total_limit == 2
     assert run.optimizer_groups == {"a": {"regex": "z"}}
     assert [callback.class_path for callback in run.callbacks] == ["InfoCallback"]

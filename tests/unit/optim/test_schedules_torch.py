@@ -169,12 +169,29 @@ def test_another_length_is_told_with_the_rate_before_and_after(caplog):
         (spec_of("linear", {"min_ratio": 0.5}), "min_ratio (none) -> 0.5"),
         (spec_of("linear", {}, warmup=14), "warm-up 4 -> 14 steps"),
         (spec_of("linear", {}, length=30, warmup=2), "length 24 -> 30 steps, warm-up 4 -> 2 steps"),
-        (spec_of("constant", {}, length=None), "length 24 -> (none) steps"),
+        (spec_of("constant", {}, length=None), "linear -> constant, length 24 -> (none) steps"),
     ],
 )
 def test_what_else_may_change(now, words):
     scheduler = changed(now)
     assert len(scheduler.changes) == 1 and words in scheduler.changes[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("constant_with_warmup", {}),
+        ("inverse_sqrt", {"min_lr": 0.1}),
+        ("infinite", {"decay_start": 5, "decay_steps": 5, "min_lr": 0.1}),
+        ("wsd", {"stable_steps": 5, "decay_steps": 5}),
+        ("sequential", {"schedules": [{"type": "linear", "length": 5, "kwargs": {"min_lr": 0.1}}]}),
+    ],
+)
+def test_another_length_of_the_training_is_no_change_of_a_curve_that_does_not_go_by_it(
+    kind, options
+):
+    now = spec_of(kind, options, length=44)
+    assert changed(now, before=spec_of(kind, options)).changes == []
 
 
 def test_the_same_schedule_under_other_spellings_of_its_name_is_no_change():
