@@ -235,9 +235,21 @@ def test_a_backward_pass_of_somebody_else_updates_nothing():
 
 
 def test_several_micro_batches_are_refused_also_where_a_global_batch_makes_them(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be used with 2 micro-batches in a step"):
+    with pytest.raises(ConfigError, match=r"global_batch_tokens=32: fuse_optim.*_steps=2"):
         data = SyntheticDataset(8, sequence_length=8, vocab_size=258)
         run(tmp_path, fused=True, steps=2, dataset=data, global_batch_tokens=32)
+
+
+class Doubles(TrainerCallback):
+    """Puts a batch into the window twice."""
+
+    def on_window(self, args, state, control, window, **kwargs):
+        window.micro_batches *= 2
+
+
+def test_a_window_that_a_callback_makes_longer_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be used with 2 micro-batches in a step"):
+        run(tmp_path, fused=True, steps=2, callbacks=[Doubles()])
 
 
 def test_a_gradient_in_two_parts_is_refused():
