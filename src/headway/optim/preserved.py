@@ -76,7 +76,9 @@ def find_leaves(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
         return
     for name in flatten()[0]:
-        yield from find_leaves(getattr(tensor, name))
+        inner = getattr(tensor, name)
+        if isinstance(inner, Tensor):  # a mesh may be among them
+            yield from find_leaves(inner)
 
 
 class _KeptTensor:

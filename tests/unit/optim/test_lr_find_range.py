@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -25,7 +26,7 @@ def test_rates_grow_by_one_factor_and_include_both_ends() -> None:
     options = RangeOptions(start_lr=1e-5, end_lr=0.3, num_iterations=7)
     run_range_test(lambda lr: seen.append(lr) or 1.0, options)  # type: ignore[func-returns-value]
     assert (seen[0], seen[-1], len(seen)) == (1e-5, 0.3, 7)
-    factors = [b / a for a, b in zip(seen, seen[1:])]
+    factors = [b / a for a, b in itertools.pairwise(seen)]
     assert factors == pytest.approx([(0.3 / 1e-5) ** (1 / 6)] * 6)
 
 
