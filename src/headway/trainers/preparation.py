@@ -56,15 +56,6 @@ def check_arguments(
         compiling.check(device)
 
 
-def check_accumulation(args: TrainingArguments, accumulation: int) -> None:
-    """The rule on max-autotune, for an accumulation that follows from the global batch."""
-    if args.torch_compile and args.torch_compile_mode == "max-autotune" and accumulation > 1:
-        raise ConfigError(
-            "torch_compile_mode='max-autotune' does not work with accumulation, and the global "
-            f"batch makes it {accumulation}; use 'max-autotune-no-cudagraphs'"
-        )
-
-
 def model_source(
     args: TrainingArguments,
     model: nn.Module | None,

@@ -57,7 +57,6 @@ from headway.trainers.outputs import RunStart, TrainOutput
 from headway.trainers.plan import RunPlan, accumulation_steps, has_length, plan_run
 from headway.trainers.preflight import GuardedCollator, check_data_fits
 from headway.trainers.preparation import (
-    check_accumulation,
     check_arguments,
     choose_fused_loss,
     equip,
@@ -288,7 +287,6 @@ class Trainer(Checkpointing, Evaluation, LearningRateFinding):
         collate = self.data_collator or _default_collator(self.processing_class)
         args, shard = self.args, self.strategy.data_shard()
         accumulation = accumulation_steps(args, shard.world_size, dataset) if training else 1
-        check_accumulation(args, accumulation)
         model = self.strategy.unwrap()
         loader = WindowLoader(
             dataset,

@@ -1,0 +1,228 @@
+"""Compiled blocks: one graph for all of them, the same losses, the same names."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch._dynamo
+import torch._functorch.config
+from torch import nn
+from torch._dynamo.utils import counters
+
+from headway import TrainingArguments
+from headway.errors import ConfigError
+from headway.strategies.compilation import CompileOptions, compile_module
+from headway.strategies.forwards import put_back
+from headway.strategies.recompute import enable
+from headway.strategies.torch_settings import torch_settings
+from headway.testing import tiny_decoder, tiny_llama, tiny_trainer
+
+EAGER = CompileOptions(backend="eager", full_graph=True)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def num_graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def run(model, length=16):
+    ids = torch.arange(2 * length).view(2, length)
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: tiny_decoder(num_layers=4), lambda: tiny_llama(num_hidden_layers=4)]
+)
+def test_equal_blocks_are_one_graph(make):
+    model = make()
+    plain, names = run(model), list(model.state_dict())
+    compile_module(model, EAGER)
+    for mine, theirs in zip(plain, run(model)):
+        torch.testing.assert_close(mine, theirs)
+    assert num_graphs() == 1
+    run(model, length=24)  # shapes may change
+    assert num_graphs() == 1
+    assert list(model.state_dict()) == names
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=torch.arange(16).view(2, 8))
+    assert num_graphs() == 2  # an evaluation has one of its own
+
+
+def test_a_second_model_of_the_class_has_its_own_graphs():
+    for number in range(1, 4):
+        model = tiny_decoder(num_layers=2)
+        compile_module(model, EAGER)
+        run(model)
+        assert num_graphs() == number
+
+
+def test_sampling_compiles_nothing():
+    for model in (tiny_decoder(num_layers=2), tiny_llama()):
+        plain = model.generate(torch.arange(4).view(1, 4), max_new_tokens=4, do_sample=False)
+        compile_module(model, EAGER)
+        again = model.generate(torch.arange(4).view(1, 4), max_new_tokens=4, do_sample=False)
+        assert torch.equal(plain, again)
+    assert num_graphs() == 0
+
+
+def test_recomputed_blocks_are_compiled_with_their_recomputation():
+    torch.manual_seed(0)
+    model = tiny_decoder(num_layers=3)
+    plain = run(model)
+    enable(model, "every_2")
+    compile_module(model, EAGER)
+    for mine, theirs in zip(plain, run(model)):
+        torch.testing.assert_close(mine, theirs)
+    assert num_graphs() == 2  # those that are recomputed, and the others
+
+
+def test_copies_and_a_way_back():
+    model = tiny_decoder(num_layers=2)
+    compile_module(model, EAGER)
+    copied = copy.deepcopy(model)
+    assert copied.model.layers[0].forward.__self__ is copied.model.layers[0]
+    assert pickle.loads(pickle.dumps(model)).state_dict().keys() == model.state_dict().keys()
+    put_back(model)
+    run(model)
+    assert num_graphs() == 0
+
+
+def test_a_model_without_blocks_is_compiled_whole():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x).relu()
+
+    model = Plain()
+    compile_module(model, EAGER)
+    model(torch.randn(2, 4))
+    assert num_graphs() == 1
+    assert list(model.state_dict()) == ["linear.weight", "linear.bias"]
+    stage = Plain()
+    compile_module(stage, EAGER, is_part=True)
+    assert "forward" not in stage.__dict__
+
+
+def test_the_whole_model_where_that_is_asked_for():
+    model = tiny_decoder(num_layers=1)
+    compile_module(model, CompileOptions(backend="eager", scope="model"))
+    assert "forward" in model.__dict__ and "forward" not in model.model.layers[0].__dict__
+    loss, *_ = run(model)
+    put_back(model)
+    torch.testing.assert_close(loss, run(model)[0])
+
+
+class Small(nn.Module):
+    """Cheap to compile, for the slow backends."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x):
+            return x + self.down(torch.tanh(nn.functional.gelu(self.up(x))).sin())
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(258, 16)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return {"logits": x @ self.embed.weight.T}
+
+
+def losses_of(folder, model_init=tiny_decoder, **options):
+    trainer = tiny_trainer(folder, max_steps=3, **options)
+    trainer.model_init = model_init
+    trainer.train()
+    return [r["loss"] for r in trainer.state.log_history if "loss" in r], trainer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"torch_compile_backend": "aot_eager", "torch_compile_dynamic": False},
+        {"torch_compile_backend": "eager", "torch_compile_full_graph": True,
+         "gradient_checkpointing": True, "mixed_precision": "no"},
+    ],
+)  # fmt: skip
+def test_training_and_evaluation(tmp_path, options):
+    plain, _ = losses_of(tmp_path / "plain")
+    losses, trainer = losses_of(tmp_path / "a", torch_compile=True, **options)
+    assert losses == pytest.approx(plain, rel=1e-5)
+    assert num_graphs() == 1
+    trainer.evaluate()
+    assert num_graphs() == 2
+    assert list(trainer.model.state_dict()) == list(tiny_decoder().state_dict())
+
+
+def test_inductor_trains_the_same(tmp_path):
+    plain, _ = losses_of(tmp_path / "plain", Small)
+    losses, _ = losses_of(tmp_path / "a", Small, torch_compile=True)
+    assert losses == pytest.approx(plain, rel=1e-4)
+    assert num_graphs() == 1
+
+
+def test_a_budget_makes_the_compiler_save_less(tmp_path):
+    ids = torch.arange(64).view(2, 32)
+    saved = {}
+    for budget in (1.0, 0.1):
+        model = Small()
+        compile_module(model, CompileOptions(backend="aot_eager_decomp_partition"))
+        storages = {}
+
+        def keep(tensor):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()  # noqa: B023 - used in this round
+            return tensor
+
+        args = TrainingArguments(
+            output_dir=str(tmp_path), torch_compile=True, activation_memory_budget=budget
+        )
+        with torch_settings(args), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            model(ids)["logits"].sum().backward()
+        saved[budget] = sum(storages.values())
+    assert saved[0.1] < 0.8 * saved[1.0]
+
+
+def test_unknown_names_are_told_with_the_nearest(tmp_path):
+    with pytest.raises(ConfigError, match="torch_compile_backend 'inductr'; did you mean 'induct"):
+        tiny_trainer(tmp_path, torch_compile=True, torch_compile_backend="inductr")
+    with pytest.raises(ConfigError, match="did you mean 'reduce-overhead'"):
+        tiny_trainer(tmp_path, torch_compile=True, torch_compile_mode="reduce-overheat")
+
+
+def test_autotuning_is_refused_for_an_accumulation_that_follows(tmp_path):
+    trainer = tiny_trainer(
+        tmp_path, torch_compile=True, torch_compile_mode="max-autotune", global_batch_size=4
+    )
+    with pytest.raises(ConfigError, match="global_batch_size=4: torch_compile_mode='max-autotune'"):
+        trainer.train()
+
+
+def test_options_of_the_compiler_without_it_are_told():
+    with pytest.warns(UserWarning, match="torch_compile_scope='model': without effect"):
+        TrainingArguments(torch_compile_scope="model")
+    with pytest.warns(UserWarning, match="without effect, since gradient_checkpointing is False"):
+        TrainingArguments(gradient_checkpointing_policy="selective")
