@@ -22,8 +22,6 @@ unit: $(INSTALLED)
 
 # The proofs in full size, about an hour; the results add to benchmarks/results/faults-<date>.md.
 test-faults: $(INSTALLED)
-	HEADWAY_RETENTION_HISTORIES=100000 $(BIN)/python -m pytest -k random_histories \
-		tests/unit/checkpoint/test_checkpoint_retention.py
 	$(BIN)/python benchmarks/faults.py
 
 # The stamp is newer than what it was made from, so a second run installs nothing.

@@ -6,7 +6,7 @@ adds to the file of its day, with command, seed, counts and commit, and its tota
 `note` added to a record of the .jsonl file keeps its run in the list and out of the totals.
 
     python benchmarks/faults.py [--only crashes ranks kills flips damage errors training full_disk
-                                        rank_faults rank_kills launcher]
+                                        rank_faults rank_kills launcher retention]
                                 [--seed 1] [--scale 1.0] [--limit-s 3600]
 
 `--scale 0.01` is a quick look; 1 is the full size. Exit code 1 if anything failed.
@@ -57,6 +57,7 @@ FULL = {
     "rank_faults": 200,
     "rank_kills": 150,
     "launcher": 21,
+    "retention": 100_000,
 }
 WANTED = """\
 | proof | wanted |
@@ -67,6 +68,7 @@ WANTED = """\
 | I/O errors | 500: the old one intact, the error raised, nothing half-written |
 | faults of one rank | 200: all end within 10 s (30 s if frozen), name it, go on as undisturbed |
 | kills of ranks | one or all, inside saves: none corrupt, none lost beyond one interval |
+| histories of what is kept | 100,000: newest, best and pinned never deleted, the limit holds |
 | faults under the launcher | restarts end as undisturbed; nobody survives it by more than 10 s |
 """
 
@@ -85,6 +87,24 @@ def prove_full_disk(seed: int) -> Outcome:
             subprocess.run(["umount", folder], check=True)
 
 
+def prove_retention(num_histories: int, seed: int) -> Outcome:
+    """The property test of what is kept and deleted, over so many random histories."""
+    outcome = Outcome("histories of what is kept", seed)
+    outcome.counts["histories"] = num_histories
+    test = "tests/unit/checkpoint/test_checkpoint_retention.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-k", "random_histories", "--timeout", "1800", test],
+        cwd=HERE.parent,
+        env={**os.environ, "HEADWAY_RETENTION_HISTORIES": str(num_histories)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        outcome.counts["failures"] = 1
+        outcome.failures.append(done.stdout[-2000:] + done.stderr[-2000:])
+    return outcome
+
+
 def prove(name: str, size: int, seed: int, scale: float, limit_s: float) -> Outcome:
     proofs: dict[str, Callable[[], Outcome]] = {
         "crashes": lambda: prove_crash_points(size, seed),
@@ -98,6 +118,7 @@ def prove(name: str, size: int, seed: int, scale: float, limit_s: float) -> Outc
         "rank_faults": lambda: prove_rank_faults(size, seed),
         "rank_kills": lambda: prove_rank_kills(size, seed),
         "launcher": lambda: prove_launcher_faults(size, seed),
+        "retention": lambda: prove_retention(size, seed),
     }
     return proofs[name]()
 
