@@ -17,6 +17,8 @@ from headway.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from headway.dist.watch import Watch
+
 _SHOWN_CHARACTERS = 80
 
 
@@ -29,8 +31,12 @@ def agree_bits(value: int, group: ProcessGroup | None = None) -> int:
     import torch
     from torch import distributed
 
-    bits = torch.tensor([value], dtype=torch.int64)
+    bits, watch = torch.tensor([value], dtype=torch.int64), _watch()
+    if watch is not None:
+        watch.come()
     distributed.all_reduce(bits, distributed.ReduceOp.BOR, group=_host(group))
+    if watch is not None:
+        watch.go_on()
     return int(bits.item())
 
 
@@ -115,6 +121,12 @@ def spell_ranks(ranks: list[int]) -> str:
 
 def _shorten(value: str) -> str:
     return value if len(value) <= _SHOWN_CHARACTERS else f"{value[:_SHOWN_CHARACTERS]}..."
+
+
+def _watch() -> Watch | None:
+    from headway.dist.group import current_watch
+
+    return current_watch()
 
 
 def _host(group: ProcessGroup | None) -> ProcessGroup:

@@ -23,6 +23,7 @@ from headway.dist.device import get_device
 from headway.dist.env import DistributedEnv, detect_env
 from headway.dist.processes import ProcessIdentity, identify
 from headway.dist.rendezvous import Endpoint, connect, find_endpoint, meet
+from headway.dist.waiting import waiting_limit_s
 from headway.dist.watch import Failure, Watch, frozen_limit_s
 from headway.errors import ConfigError
 
@@ -129,6 +130,7 @@ def init_distributed(
     elif facts.world_size > 1 or alone:
         try:
             frozen_limit_s()
+            waiting_limit_s()
             facts = detect_env(variables, use_cpu=use_cpu, device=device)
         except ConfigError as error:
             # Not raised yet: the others are on their way to the rendezvous and must learn of it.

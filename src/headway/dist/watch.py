@@ -2,7 +2,8 @@
 
 Owns: the sign of life each rank gives, noticing a rank that died or stopped, the one record of what
 went wrong, and ending this process when a collective will never return.
-Does not own: what an exception means (failure.py), and when the watch begins and ends (group.py).
+Does not own: what an exception means (failure.py), who is late where all ranks live (waiting.py),
+and when the watch begins and ends (group.py).
 
 Two threads. One talks to the store, over a connection of its own: about once a second it gives a
 sign, reads the record of a failure if there is one, and looks at a few neighbours; whoever finds a
@@ -27,6 +28,7 @@ from typing import Any, Literal
 
 from headway.dist.exits import code_for_torchrun, note_exit
 from headway.dist.processes import ProcessIdentity, State, look_at
+from headway.dist.waiting import MainThread, decode, find_late, waiting_limit_s
 
 BEAT_S = 1.0
 FROZEN_AFTER_S = 20.0
@@ -73,11 +75,13 @@ class Watch:
         keeper: str,
         keeper_rank: int | None,
         frozen_after_s: float | None = None,
+        waiting_after_s: float | None = None,
     ) -> None:
         self.rank, self.world_size = rank, len(members)
         self._store, self._members = store, members
         self._keeper, self._keeper_rank = keeper, keeper_rank
         self._frozen_after_s = frozen_limit_s() if frozen_after_s is None else frozen_after_s
+        self._waiting_after_s = waiting_limit_s() if waiting_after_s is None else waiting_after_s
         self._neighbours = [
             (rank + distance) % self.world_size
             for distance in range(1, min(_NUM_NEIGHBOURS, self.world_size - 1) + 1)
@@ -88,6 +92,9 @@ class Watch:
         self._over = threading.Event()
         self._suspicious = self._leaving = self._out = False
         self._last_contact = self._last_look = time.monotonic()
+        self._num_agreements, self._moved_at = 0, time.monotonic()
+        self._tell_after_s = self._waiting_after_s
+        self._main = MainThread()
         self._failed_at = 0.0
         self.failure: Failure | None = None
         self._threads = [
@@ -103,9 +110,18 @@ class Watch:
 
     def start(self) -> None:
         """Begin to watch."""
-        self._last_contact = self._last_look = time.monotonic()
+        self._last_contact = self._last_look = self._moved_at = time.monotonic()
         for thread in self._threads:
             thread.start()
+
+    def come(self) -> None:
+        """This rank has come to an agreement of all ranks, and waits there for the others."""
+        self._num_agreements += 1
+        self._moved_at = time.monotonic()
+
+    def go_on(self) -> None:
+        """The others have come as well."""
+        self._moved_at, self._tell_after_s = time.monotonic(), self._waiting_after_s
 
     def report(self, failure: Failure) -> Failure:
         """Tell all ranks; returns the failure that was told first, by whomever."""
@@ -180,7 +196,7 @@ class Watch:
                 now = time.monotonic()
                 if now >= next_beat:
                     count += 1
-                    self._store.set(f"beat/{self.rank}", str(count).encode())
+                    self._store.set(f"beat/{self.rank}", self._sign(count))
                     self._look()
                     self._last_contact = time.monotonic()
                     next_beat = now + (BEAT_S / 4 if self._suspicious else BEAT_S)
@@ -206,6 +222,37 @@ class Watch:
             raise
         return False
 
+    def _sign(self, count: int) -> bytes:
+        """A sign of life; of a rank that does not move on, with where it stands."""
+        limit_s = self._waiting_after_s
+        if not limit_s:
+            return str(count).encode()
+        self._main.look()
+        if time.monotonic() - self._moved_at < limit_s:
+            return str(count).encode()
+        standing = self._main.stand(self._num_agreements, 2 * BEAT_S)
+        return f"{count} {standing.encode()}".encode()
+
+    def _look_for_late_ranks(self, now: float) -> None:
+        """On rank 0: say who keeps all others waiting; again when it has taken twice as long."""
+        limit_s = self._tell_after_s
+        # A little later, so that all ranks have given a sign since.
+        if self.rank or not limit_s or now - self._moved_at < limit_s + 4 * BEAT_S:
+            return
+        signs = self._store.multi_get([f"beat/{number}" for number in range(self.world_size)])
+        texts = [sign.decode().partition(" ")[2] for sign in signs]
+        if not all(texts):
+            return
+        standings = [decode(text) for text in texts]
+        for number in find_late(standings, limit_s):
+            self._tell_after_s = 2 * limit_s
+            process = self._members[number]
+            say(
+                f"rank {number} of {self.world_size} has kept the others waiting for {limit_s:g} "
+                f"s: it is at {standings[number].place} (process {process.pid} on {process.host})",
+                "warning",
+            )
+
     def _look(self) -> None:
         """Read the record; look at the neighbours, or at everyone when someone must be gone."""
         if self.failure is None and self._store.check(["failure"]):
@@ -226,6 +273,7 @@ class Watch:
             if failure is not None:
                 self._post(failure)
                 return
+        self._look_for_late_ranks(now)
 
     def _judge(self, number: int, sign: bytes, now: float) -> Failure | None:
         process = self._members[number]
@@ -335,10 +383,10 @@ def frozen_limit_s() -> float:
         ) from None
 
 
-def say(text: str) -> None:
+def say(text: str, kind: str = "error") -> None:
     """One line on stderr, past Python's buffers: another thread may hold them for ever."""
     try:
-        os.write(2, f"error: {text}\n".encode())
+        os.write(2, f"{kind}: {text}\n".encode())
     except OSError:
         pass
 

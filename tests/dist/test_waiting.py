@@ -1,0 +1,112 @@
+"""A rank that lives and does not come: the others say which one it is, and where it stands."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from headway import DDPTrainer, DDPTrainingArguments, TrainerCallback
+from headway.dist import agree_bits, init_distributed, watch
+from headway.testing import run_ranks, tiny_dataset, tiny_decoder
+
+SOON = {"HEADWAY_WAITING_AFTER_S": "1"}
+
+
+def listen(told: Path) -> None:
+    """What this rank would say goes to a file, whole or not at all; signs come often."""
+    watch.BEAT_S = 0.1
+
+    def say(text: str, kind: str = "error") -> None:
+        with told.with_suffix(".part").open("a") as file:
+            file.write(f"{kind}: {text}\n")
+        told.with_suffix(".part").replace(told)
+
+    watch.say = say  # type: ignore[assignment]
+
+
+def dawdle_until(told: Path) -> None:
+    """Stand still, in Python, until someone complains of it."""
+    while not told.exists():
+        time.sleep(0.01)
+
+
+class Dawdle(TrainerCallback):
+    def __init__(self, rank: int, told: Path) -> None:
+        self._rank, self._told = rank, told
+
+    def on_step_end(self, state: Any) -> None:
+        if state.global_step == 3 and self._rank == 1:
+            dawdle_until(self._told)
+
+
+def in_a_callback(folder: str) -> int:
+    told = Path(folder, "told")
+    listen(told)
+    rank = init_distributed(use_cpu=True).rank
+    args = DDPTrainingArguments(
+        output_dir=folder, max_steps=5, use_cpu=True, save_strategy="no", seed=0
+    )
+    trainer = DDPTrainer(
+        args=args,
+        model_init=tiny_decoder,
+        train_dataset=tiny_dataset(64),
+        callbacks=[Dawdle(rank, told)],
+        default_callbacks=False,
+    )
+    return trainer.train().global_step
+
+
+def before_a_collective(folder: str) -> None:
+    told = Path(folder, "told")
+    listen(told)
+    rank = init_distributed(use_cpu=True).rank
+    agree_bits(0)
+    if rank == 2:
+        dawdle_until(told)
+    dist.all_reduce(torch.ones(1))
+
+
+def all_together(folder: str) -> None:
+    listen(Path(folder, "told"))
+    init_distributed(use_cpu=True)
+    agree_bits(0)
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+    agree_bits(0)
+
+
+def test_a_rank_that_hangs_in_a_callback_is_named(tmp_path: Path) -> None:
+    assert run_ranks(in_a_callback, 2, str(tmp_path), backend=None, env=SOON) == [5, 5]
+    (line,) = (tmp_path / "told").read_text().splitlines()
+    assert line.startswith("warning: rank 1 of 2 has kept the others waiting for 1 s: it is at ")
+    assert "test_waiting.py:" in line and "in dawdle_until (process " in line
+
+
+def test_a_rank_that_hangs_before_a_collective_is_named(tmp_path: Path) -> None:
+    run_ranks(before_a_collective, 3, str(tmp_path), backend=None, env=SOON)
+    (line,) = (tmp_path / "told").read_text().splitlines()
+    assert line.startswith("warning: rank 2 of 3 has kept the others waiting")
+    assert "in dawdle_until" in line
+
+
+@pytest.mark.parametrize("limit", ["1", "0"])
+def test_ranks_that_take_their_time_together_are_left_alone(limit: str, tmp_path: Path) -> None:
+    function = all_together if limit == "1" else leave_unwatched
+    run_ranks(function, 2, str(tmp_path), backend=None, env={"HEADWAY_WAITING_AFTER_S": limit})
+    assert not (tmp_path / "told").exists()
+
+
+def leave_unwatched(folder: str) -> None:
+    listen(Path(folder, "told"))
+    rank = init_distributed(use_cpu=True).rank
+    agree_bits(0)
+    deadline = time.monotonic() + 2 * (rank == 1)
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+    agree_bits(0)

@@ -1,0 +1,80 @@
+"""Which ranks keep the others waiting, by where each of them stands."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from headway.dist.waiting import MainThread, Standing, decode, find_late, waiting_limit_s
+from headway.errors import ConfigError
+
+OUTSIDE = 0.0
+
+
+@pytest.mark.parametrize(
+    ("standings", "late"),
+    [
+        ([(7, 61.0), (6, OUTSIDE), (7, 60.5)], [1]),
+        ([(7, 61.0), (6, 70.0), (6, OUTSIDE)], [1, 2]),  # their own code may be inside torch
+        ([(6, OUTSIDE), (6, 61.0), (6, 59.0)], [0]),
+        ([(6, OUTSIDE), (6, 12.0)], []),  # a long evaluation, of which all do their part
+        ([(6, 61.0), (6, 61.0)], []),  # a long computation
+        ([(6, OUTSIDE), (6, OUTSIDE)], []),  # all are busy with the same
+    ],
+)
+def test_fewer_agreements_or_alone_outside_torch(
+    standings: list[tuple[int, float]], late: list[int]
+) -> None:
+    assert find_late([Standing(*one, "somewhere") for one in standings], 60) == late
+
+
+def look_at_main() -> list[Standing]:
+    found: list[Standing] = []
+
+    def look() -> None:
+        main = MainThread()
+        main.look()
+        found.append(main.stand(3, settled_s=0))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()  # the main thread is in Python's own code
+    return found
+
+
+def test_a_rank_stands_at_a_line_of_its_own_code() -> None:
+    (standing,) = look_at_main()
+    assert standing.waited_s == 0 and standing.num_agreements == 3
+    assert "test_dist_waiting.py" in standing.place and standing.place.endswith("in look_at_main")
+    assert decode(standing.encode()) == standing
+
+
+@pytest.mark.timeout(20)
+def test_a_thread_that_moves_is_told_from_one_that_does_not() -> None:
+    main, stands, moves = MainThread(), threading.Event(), threading.Event()
+
+    def look() -> None:
+        num_alike = 0
+        while num_alike < 50:
+            before = main._since
+            main.look()
+            num_alike = num_alike + 1 if main._since == before else 0
+        stands.set()
+        before = main._since
+        while main._since == before:
+            main.look()
+        moves.set()
+
+    threading.Thread(target=look, daemon=True).start()
+    stands.wait()
+    moves.wait()
+
+
+def test_the_limit_is_a_number_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert waiting_limit_s() == 60
+    monkeypatch.setenv("HEADWAY_WAITING_AFTER_S", "0")
+    assert waiting_limit_s() == 0
+    monkeypatch.setenv("HEADWAY_WAITING_AFTER_S", "soon")
+    with pytest.raises(ConfigError, match="HEADWAY_WAITING_AFTER_S: 'soon'"):
+        waiting_limit_s()
