@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from pipeline_jobs import CPU, Case, batches_of, count, make_pipeline
@@ -25,13 +27,34 @@ def make_frozen(head=True):
     return model
 
 
-def freeze(schedule):
-    """Losses and norms where the whole first rank is frozen: in the pipeline, and on one device."""
-    case = Case(schedule, steps=3)
+SCHEDULES = (
+    "GPipe",
+    "1F1B",
+    "LoopedBFS",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+
+
+def train_only(part, layers):
+    """A model of which one part is trained; those before it are passed through."""
+    model = tiny_decoder(num_layers=layers)
+    model.requires_grad_(False)
+    model.get_submodule(part).requires_grad_(True)
+    return model
+
+
+def train_frozen(schedule, part):
+    """Losses, norms and what was trained: in the pipeline, and on one device."""
+    num_ranks = init_distributed(use_cpu=True).world_size
+    layers = 2 * num_ranks
+    case = Case(schedule, steps=3, layers=layers, arguments={"n_microbatches": 8})
 
     def run(strategy):
         torch.manual_seed(0)
-        model = strategy.setup(ModelSource(make=make_frozen))
+        model = strategy.setup(ModelSource(make=partial(train_only, part, layers)))
         optimizer = build_optimizer(model, TrainingArguments(use_cpu=True, learning_rate=1e-2))
         found = []
         for batches in batches_of(case):
@@ -42,16 +65,31 @@ def freeze(schedule):
             norm = strategy.clip(0.5)
             strategy.apply(optimizer, loss, norm)
             found += [strategy.reduce(loss, "sum").item(), norm.item()]
-        return found
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        return found, trained
 
     return run(make_pipeline(case)), run(SingleDevice(CPU))
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
-def test_a_rank_whose_layers_are_all_frozen_passes_them_through(schedule):
-    for piped, alone in run_ranks(freeze, 2, schedule, timeout_s=60):
-        assert piped == pytest.approx(alone, rel=1e-6)
+def train_all_frozen(parts):
+    return {
+        (schedule, part): train_frozen(schedule, part) for schedule in SCHEDULES for part in parts
+    }
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_whose_layers_are_all_frozen_pass_them_through(num_ranks):
+    """The head alone; and one layer in the middle, so that the last ranks are frozen as well."""
+    parts = ("lm_head", f"model.layers.{num_ranks - 1}")
+    by_rank = run_ranks(train_all_frozen, num_ranks, parts, timeout_s=300)
+    for (schedule, part), (_, (wanted, names)) in by_rank[0].items():
+        for found in by_rank:
+            piped, own = found[schedule, part][0]
+            assert piped == pytest.approx(wanted, rel=1e-6), (schedule, part)
+            assert own <= names
+        idle = [rank for rank, found in enumerate(by_rank) if not found[schedule, part][0][1]]
+        assert len(idle) == num_ranks - 1, "one rank trains"
 
 
 def run_trainer(folder, max_steps, make=make_frozen):

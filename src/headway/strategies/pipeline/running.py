@@ -70,11 +70,7 @@ class _Running(nn.Module):
         with task.context():
             if self._call.is_last:
                 return task.loss(self._call, x, number)
-            out = self._call.run(x, task.pieces[number])
-        if out.requires_grad or not torch.is_grad_enabled():
-            return out
-        # All layers up to here are frozen; schedules run a backward through every stage.
-        return out + torch.zeros((), dtype=out.dtype, device=out.device, requires_grad=True)
+            return self._call.run(x, task.pieces[number])
 
 
 class _Stage(PipelineStage):
