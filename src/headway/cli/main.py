@@ -26,6 +26,8 @@ VERBS = {
     "train": "train what a run file describes",
     "check": "look a run file over without training: steps, sizes, memory, first sample",
     "plot-lr": "show the learning-rate schedule of a run file",
+    "lr-find": "try learning rates on a run's model and data, and suggest one",
+    "batch-find": "find the largest batch per device that trains",
     "generate": "continue a prompt with a trained model",
     "eval": "loss, perplexity and bits per byte of a model on data",
     "checkpoint": "list, inspect, verify, compare, prune, convert and edit checkpoints",

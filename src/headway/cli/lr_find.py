@@ -1,0 +1,204 @@
+"""`headway lr-find CONFIG`: tries learning rates on a run's own model and data, and suggests one.
+
+Owns: the verb. Does not own: the search (trainers/lr_find.py), writing into a run file
+(run_file_edit.py). Nothing is trained for good, and nothing is written but what is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.cli.launch import add_launch_arguments, launch, refuse_without_nproc
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.config.schema import RunConfig
+    from headway.optim.lr_finder import LRFinderResult
+
+TAKES_OVERRIDES = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's arguments."""
+    parser.usage = (
+        "headway lr-find CONFIG [--start-lr X] [--end-lr Y] [--num-iterations N] [--seeds N] "
+        "[--output FILE] [--apply] [--json] [--nproc N] [--any.key=value ...]"
+    )
+    parser.epilog = (
+        "Takes one optimizer step at each of N rates, from low to high, with the run's optimizer, "
+        "precision, accumulation, clipping, strategy and data. Weights and data stay as they are. "
+        "The exit code is 1 where the losses suggest no rate."
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a run file (YAML)")
+    parser.add_argument("--start-lr", type=float, default=1e-7, metavar="X", help="default: 1e-7")
+    parser.add_argument("--end-lr", type=float, default=1.0, metavar="Y", help="default: 1")
+    parser.add_argument(
+        "--num-iterations", type=int, default=100, metavar="N", help="rates to try; default: 100"
+    )
+    parser.add_argument(
+        "--smoothing-factor",
+        type=float,
+        default=0.05,
+        metavar="F",
+        help="weight of the newest loss in the running mean; default: 0.05",
+    )
+    parser.add_argument(
+        "--divergence-threshold",
+        type=float,
+        default=4.0,
+        metavar="T",
+        help="stop when the mean is T times its best; default: 4",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="repeat with N orders of the data, and show how far they agree; default: 3",
+    )
+    parser.add_argument("--output", metavar="FILE", help="a picture (.png, .html) or .json")
+    parser.add_argument(
+        "--apply", action="store_true", help="write the suggestion into the run file"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_launch_arguments(parser, restarts=False)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Search and print; 1 where nothing can be suggested."""
+    _check(options)
+    if options.nproc is not None:
+        return launch(options)
+    refuse_without_nproc(options)
+    from headway.cli.rank import run_as_rank
+    from headway.config.load import load_run
+
+    def load() -> tuple[RunConfig, dict[str, Any]]:
+        run_config = load_run(options.config, options.overrides)
+        if options.apply:
+            find_key(run_config)
+        return run_config, {"use_cpu": run_config.args.use_cpu, "device": run_config.args.device}
+
+    return run_as_rank(load, lambda run_config: _run(options, run_config))
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Find what is wrong before the search, which takes a while."""
+    from headway.optim.lr_range import RangeOptions
+
+    problems = []
+    names = ("start_lr", "end_lr", "num_iterations", "smoothing_factor", "divergence_threshold")
+    try:
+        RangeOptions(**{name: getattr(options, name) for name in names})
+    except ConfigError as error:
+        for problem in error.problems:
+            name, _, rest = problem.partition(":")
+            problems.append(f"--{name.replace('_', '-')}:{rest}")
+    if options.seeds < 1:
+        problems.append(f"--seeds: {options.seeds} given; allowed: 1 and up")
+    if options.output is not None:
+        from headway.optim.lr_plot import check_ending, check_package
+
+        try:
+            if check_ending(options.output, "--output", ".json") != ".json":
+                check_package(options.output, "--output")
+        except ConfigError as error:
+            problems += error.problems
+        if Path(options.output).is_dir():
+            problems.append(f"--output: {options.output} is a folder; name a file")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _run(options: argparse.Namespace, run_config: RunConfig) -> int:
+    from headway.trainers.from_config import build_trainer
+
+    trainer = build_trainer(run_config)
+    result = trainer.lr_find(
+        start_lr=options.start_lr,
+        end_lr=options.end_lr,
+        num_iterations=options.num_iterations,
+        smoothing_factor=options.smoothing_factor,
+        divergence_threshold=options.divergence_threshold,
+        num_seeds=options.seeds,
+    )
+    if trainer.state.is_world_process_zero:
+        _report(options, run_config, result)
+    return 1 if result.suggested_lr is None else 0
+
+
+def _report(options: argparse.Namespace, run_config: RunConfig, result: LRFinderResult) -> None:
+    from headway.cli.messages import print_json, write_line
+
+    if options.output is not None:
+        _write(result, Path(options.output))
+    applied = None
+    if options.apply and result.suggested_lr is not None:
+        from headway.cli.run_file_edit import set_options
+
+        applied = find_key(run_config)
+        set_options(options.config, {applied: float(f"{result.suggested_lr:.2e}")})
+    if options.json:
+        print_json({**result.to_dict(), "applied": applied})
+        return
+    _print(result, run_config)
+    if options.output is not None:
+        write_line(f"written: {options.output}")
+    if applied is not None:
+        print(f"applied: {applied} = {result.suggested_lr:.2e} in {options.config}")
+        if any(word.startswith(f"--{applied}=") for word in options.overrides):
+            write_line(f"note: --{applied} on the command line still goes before the run file")
+
+
+def _write(result: LRFinderResult, path: Path) -> None:
+    if path.suffix.lower() != ".json":
+        result.plot(path)
+        return
+    import json
+
+    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def _print(result: LRFinderResult, run_config: RunConfig) -> None:
+    from headway.cli.messages import print_table
+
+    rows = []
+    for name, rate in result.suggestions.items():
+        low, high = result.spread[name]
+        spread = f"  ({low:.2e} to {high:.2e} over {len(result.runs)} seeds)"
+        rows.append((name, f"{rate:.2e}{spread if len(result.runs) > 1 else ''}"))
+    if result.suggested_lr is None:
+        rows.append(("suggestion", f"none: {result.reason}"))
+    else:
+        rows.append(("suggestion", f"{result.suggested_lr:.2e}"))
+    tried = f"{result.lrs[0]:.2e} to {result.lrs[-1]:.2e}" if result.lrs else "none"
+    early = sorted({run.stopped for run in result.runs if run.stopped is not None})
+    words = {"diverged": "the loss ran away", "nonfinite": "the loss was no number"}
+    rows.append(("tried", tried + "".join(f"; {words[reason]} there" for reason in early)))
+    rows.append(("configured", f"{run_config.args.learning_rate:.2e} (args.learning_rate)"))
+    print_table(rows)
+
+
+def find_key(run_config: RunConfig) -> str:
+    """Where the run has the rate that a search finds; `ConfigError` if no single key has it."""
+    own = [
+        f"optimizer_groups.{name}"
+        for name, entry in (run_config.optimizer_groups or {}).items()
+        if entry and ("lr" in (entry.get("config") or {}) or entry.get("factory"))
+    ]
+    if own:
+        raise ConfigError(
+            f"--apply: {', '.join(own)} has a rate of its own, so that no single key holds the "
+            "rate; leave --apply out and scale all rates by the same factor"
+        )
+    if run_config.optimizer is None:
+        return "args.learning_rate"
+    if "lr" in run_config.optimizer.init_args:
+        return "optimizer.init_args.lr"
+    raise ConfigError(
+        f"--apply: the run's optimizer is {run_config.optimizer.class_path}, which takes no rate "
+        "from args.learning_rate; give it optimizer.init_args.lr"
+    )
