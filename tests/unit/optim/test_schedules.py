@@ -11,6 +11,7 @@ from headway.optim.curves import DECAY_TYPES, WARMUP_TYPES
 from headway.optim.schedules import SCHEDULES, ScheduleSpec, make_schedule
 
 TOLERANCE = 1e-12
+COMPOSED = ("sequential", "wsd")  # the one has tests of its own, the other is a second name
 ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt", "infinite")
 
 
@@ -44,11 +45,22 @@ def options_of(draw, kind, total, warmup):
 
 
 @st.composite
-def specs(draw):
-    kind = draw(st.sampled_from([name for name in SCHEDULES if name not in ("sequential", "wsd")]))
+def specs(draw, kind):
     total = draw(st.integers(1, 120))
     warmup = draw(st.integers(0, total))
     return ScheduleSpec(kind, total, warmup, draw(options_of(kind, total, warmup)))
+
+
+def for_every_kind(check):
+    """Each of the schedules, with lengths and options drawn at random."""
+
+    @pytest.mark.parametrize("kind", [name for name in SCHEDULES if name not in COMPOSED])
+    @settings(max_examples=80, deadline=None)
+    @given(data=st.data())
+    def test(kind, data):
+        check(data.draw(specs(kind)))
+
+    return test
 
 
 def values_of(spec, extra=40):
@@ -63,12 +75,12 @@ def restarts_of(spec):
     return {math.ceil(s.start) for s in spec.draw().segments if s.name.startswith("cycle")}
 
 
-@given(specs())
+@for_every_kind
 def test_a_factor_is_never_negative_and_never_above_one(spec):
     assert all(0 <= value <= 1 + TOLERANCE for value in values_of(spec))
 
 
-@given(specs())
+@for_every_kind
 def test_the_first_update_of_a_warm_up_moves_and_its_last_has_the_full_rate(spec):
     values = values_of(spec)
     if spec.warmup:
@@ -78,7 +90,7 @@ def test_the_first_update_of_a_warm_up_moves_and_its_last_has_the_full_rate(spec
         assert all(b >= a - TOLERANCE for a, b in itertools.pairwise(climb))
 
 
-@given(specs())
+@for_every_kind
 def test_after_the_warm_up_nothing_rises_but_at_a_restart(spec):
     values, restarts = values_of(spec), restarts_of(spec)
     for step in range(spec.warmup + 1, len(values)):
@@ -86,7 +98,7 @@ def test_after_the_warm_up_nothing_rises_but_at_a_restart(spec):
             assert values[step] <= values[step - 1] + TOLERANCE, step
 
 
-@given(specs())
+@for_every_kind
 def test_segments_meet_without_a_jump(spec):
     segments = spec.draw().segments
     for left, right in itertools.pairwise(segments):
@@ -105,14 +117,14 @@ def test_the_curve_that_starts_its_decay_one_step_early_makes_no_larger_step_the
     assert changes[9] < max(changes[10:])
 
 
-@given(specs())
+@for_every_kind
 def test_past_its_end_a_curve_stands_still(spec):
     values = values_of(spec)
     if spec.kind not in ENDLESS and spec.warmup < spec.length:
         assert set(values[spec.length :]) == {values[spec.length]}
 
 
-@given(specs())
+@for_every_kind
 def test_a_decay_ends_at_its_floor_and_never_goes_below(spec):
     low = spec.options.get("min_ratio", 0.0)
     values = values_of(spec, extra=200)
