@@ -80,7 +80,10 @@ class _Run:
         with self.arena.job(self.folder, plan, self.arena.make_store()) as job:
             numbers = read_numbers(self.folder, plan)
             if not inside:
-                # From outside: so many steps after the start, and a moment more.
+                # From outside: so many steps after all ranks met, and a moment more. A rank that
+                # dies before it came is for whoever started it to notice: the others cannot tell
+                # it from one that is slow.
+                job.wait(_START_LIMIT_S, until=lambda: all(own.get("met") for own in numbers))
                 job.wait(_START_LIMIT_S, until=lambda: numbers[rank].get("trained") >= steps)
                 time.sleep(delay_s)
                 in_save = any(own.get("in_save") for own in numbers)

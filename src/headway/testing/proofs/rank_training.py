@@ -134,6 +134,7 @@ def train_rank(environ: dict[str, str], folder: str, plan: dict[str, Any]) -> No
     _watch_saves(given, rank, numbers, place)
 
     def train() -> None:
+        numbers.put("met", 1)
         trainer = _make_trainer(given, place, [_Reporter(numbers), culprit.callback()], culprit)
         trainer.train()
         numbers.put("finished", 1)

@@ -24,6 +24,7 @@ _START = {
     "begun": -1,
     "struck_ns": 0,
     "finished": 0,
+    "met": 0,
 }
 _PLACES = {name: number for number, name in enumerate(_START)}
 
@@ -45,7 +46,8 @@ class Shared:
     def get(self, name: str) -> int:
         """`step` (the last finished), `in_save` (whether one was being written), `begun` and
         `saved` (the last save begun and announced), `trained` (steps done), `struck_ns` (when the
-        fault was put, by the monotonic clock), `finished` (whether training returned)."""
+        fault was put, by the monotonic clock), `finished` (whether training returned), `met`
+        (whether it found the other ranks)."""
         value: int = struct.unpack_from("<q", self._map, 8 * _PLACES[name])[0]
         return value
 
