@@ -18,6 +18,10 @@ from headway.config.document import read_text
 from headway.errors import ConfigError
 
 
+class _NotClean(Exception):
+    """More than a line would have to change."""
+
+
 def set_options(path: str | Path, values: Mapping[str, Any]) -> None:
     """Write values under dotted keys into a YAML file; comments and layout are kept.
 
@@ -26,18 +30,19 @@ def set_options(path: str | Path, values: Mapping[str, Any]) -> None:
     path = Path(path)
     with path.open(encoding="utf-8", newline="") as file:
         before = file.read()
-    text = before
-    for key, value in values.items():
-        text = _set(text, key, _spell(value), path)
-    wanted = read_text(before, str(path)).plain()
-    for key, value in values.items():
-        _set_plain(wanted, key.split("."), value)
+    text, wanted = before, read_text(before, str(path)).plain()
     try:
-        found = read_text(text, str(path)).plain()
-    except ConfigError:
-        found = None
-    if found != wanted:
-        raise _refuse(path, values)
+        for key, value in values.items():
+            text = _set(text, key.split("."), _spell(value))
+            _set_plain(wanted, key.split("."), value)
+        is_clean = read_text(text, str(path)).plain() == wanted
+    except (_NotClean, ConfigError):
+        is_clean = False
+    if not is_clean:
+        lines = ", ".join(f"{key}: {_spell(value)}" for key, value in values.items())
+        raise ConfigError(
+            f"--apply: {path} cannot be changed without touching other lines; set by hand: {lines}"
+        )
     _replace(path, text)
 
 
@@ -46,27 +51,19 @@ def _spell(value: Any) -> str:
     return "null" if value is None else repr(value)
 
 
-def _refuse(path: Path, values: Mapping[str, Any]) -> ConfigError:
-    lines = ", ".join(f"{key}: {_spell(value)}" for key, value in values.items())
-    return ConfigError(
-        f"--apply: {path} cannot be changed without touching other lines; set it by hand: {lines}"
-    )
-
-
-def _set(text: str, dotted: str, value: str, path: Path) -> str:
-    keys = dotted.split(".")
+def _set(text: str, keys: list[str], value: str) -> str:
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     for depth, key in enumerate(keys):
         if not isinstance(node, yaml.MappingNode) or (node.flow_style and not node.value):
-            raise _refuse(path, {dotted: value})
+            raise _NotClean
         below = next((v for k, v in node.value if k.value == key), None)
         if below is None or (below.tag.endswith(":null") and depth < len(keys) - 1):
             if node.flow_style or below is not None:
-                raise _refuse(path, {dotted: value})
+                raise _NotClean
             return _insert(text, node, keys[depth:], value)
         node = below
     if not isinstance(node, yaml.ScalarNode) or node.start_mark.line != node.end_mark.line:
-        raise _refuse(path, {dotted: value})
+        raise _NotClean
     if node.start_mark.index == node.end_mark.index:  # `key:` with nothing behind it
         value = f" {value}"
     return text[: node.start_mark.index] + value + text[node.end_mark.index :]
@@ -102,8 +99,6 @@ def _set_plain(tree: dict[str, Any], keys: list[str], value: Any) -> None:
         if tree.get(key) is None:
             tree[key] = {}
         tree = tree[key]
-        if not isinstance(tree, dict):
-            return
     tree[keys[-1]] = value
 
 
