@@ -175,7 +175,17 @@ def _optimizer_bytes(optimizer: Any) -> int | None:
         for parameter in parameters:
             parameter.grad = None
     values = [value for state in optimizer.state.values() for value in state.values()]
-    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+    return sum(_num_bytes(value) for value in values if isinstance(value, torch.Tensor))
+
+
+def _num_bytes(tensor: Any) -> int:
+    """Bytes of a tensor; of one that is made of others (moments in few bits), theirs."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if is_traceable_wrapper_subclass(tensor):
+        inner, _ = tensor.__tensor_flatten__()
+        return sum(_num_bytes(getattr(tensor, name)) for name in inner)
+    return int(tensor.numel() * tensor.element_size())
 
 
 def _memory(

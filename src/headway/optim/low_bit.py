@@ -8,6 +8,7 @@ same choice of which moments are quantized on all ranks. Does not own: how such 
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -44,10 +45,13 @@ class _LowBit:
     def step(self, closure: Any = None) -> Any:
         """torchao's step, with rates as tensors: a number would be compiled in, each anew."""
         rates = [group["lr"] for group in self.param_groups]
+        looked_at = any(p.is_meta for group in self.param_groups for p in group["params"])
         try:
             for group, rate in zip(self.param_groups, rates):
                 group["lr"] = torch.as_tensor(rate, dtype=torch.float32)
-            return super().step(closure)  # type: ignore[misc]
+            # Without values there is nothing to compute, only sizes to find.
+            with torch.compiler.set_stance("force_eager") if looked_at else nullcontext():
+                return super().step(closure)  # type: ignore[misc]
         finally:
             for group, rate in zip(self.param_groups, rates):
                 group["lr"] = rate
