@@ -171,7 +171,7 @@ class ActivationOffload:
         self._lane, self._device, self._min_bytes = lane, device, min_bytes
         self._model: nn.Module | None = None
         self._weights: set[int] = set()
-        self._weights_appear = False
+        self._is_sharded = self._weights_appear = False
         self._leaving: deque[_Cargo] = deque()
         # The reference to a storage keeps its number from being given to another one.
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Cargo]]] = {}
@@ -182,7 +182,8 @@ class ActivationOffload:
     def watch(self, model: nn.Module) -> None:
         """Leave this model's parameters and buffers where they are."""
         self._model = model
-        self._weights_appear = any(isinstance(module, FSDPModule) for module in model.modules())
+        self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        self._weights_appear = self._is_sharded
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -201,10 +202,10 @@ class ActivationOffload:
     def _note_weights(self) -> int:
         """Look where the weights are; returns how many storages hold them."""
         if self._model is not None:
-            tensors = [*self._model.parameters(), *self._model.buffers()]
-            for module in self._model.modules():
-                tensors += _gathered_weights(module)
-            self._weights = {t.untyped_storage()._cdata for t in tensors if not _is_special(t)}
+            tensors = (*self._model.parameters(), *self._model.buffers())
+            found = {t.untyped_storage()._cdata for t in tensors if not _is_special(t)}
+            # What FSDP2 gathers a block into is the block's only while it runs, and used again.
+            self._weights = found | self._weights if self._is_sharded else found
         return len(self._weights)
 
     def _is_weight(self, key: int) -> bool:
@@ -289,18 +290,3 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 def _is_special(tensor: Tensor) -> bool:
     """Tensors without plain memory of their own: sharded, quantized, or of a compiler's trial."""
     return type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided
-
-
-def _gathered_weights(module: nn.Module) -> list[Tensor]:
-    """Where FSDP2 puts the whole weights of a module while it needs them."""
-    if not isinstance(module, FSDPModule):
-        return []
-    state: Any = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    found: list[Tensor] = []
-    for group in groups:
-        for weight in getattr(group, "fsdp_params", ()):
-            found += getattr(weight, "all_gather_outputs", ())
-            whole = getattr(weight, "_unsharded_param", None)
-            found += [] if whole is None else [whole]
-    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from headway.engine.cached_memory import CachedMemory
@@ -42,7 +44,7 @@ def test_it_takes_both_a_full_device_and_idle_memory():
 def test_what_grows_back_is_given_back_ever_more_seldom():
     device = Device(0.5, allocated=60, step=20)
     releases = device.run(2000)
-    pauses = [later - earlier for earlier, later in zip(releases, releases[1:])]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(releases)]
     assert pauses[:3] == [1, 2, 4]
     assert pauses == sorted(pauses) and pauses[-1] <= 300
 
