@@ -71,9 +71,9 @@ class JoinedOptimizer(Optimizer):
                     "a joined optimizer works on its own parameters only; what copies or flattens "
                     "them, such as DeepSpeed, needs a single optimizer"
                 )
+            # Of this step only: whoever set them takes them away afterwards.
             for flag in ("found_inf", "grad_scale"):
-                if hasattr(self, flag):
-                    setattr(part, flag, getattr(self, flag))
+                setattr(part, flag, getattr(self, flag, None))
             part.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ _NOT_COMPARED = {
     "args.overwrite_output_dir",
 }
 # Settings that the optimizer's param groups hold, and these come from the checkpoint.
-_IN_PARAM_GROUPS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+_IN_PARAM_GROUPS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args")
 _CURVE = (
     "lr_scheduler_type",
     "lr_scheduler_kwargs",

@@ -295,6 +295,22 @@ def test_a_withheld_step_is_withheld_in_all_parts():
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))
 
 
+def test_the_scale_of_torchs_scaler_counts_for_its_own_step_alone():
+    torch.manual_seed(0)
+    model = tiny_decoder()
+    twin = copy.deepcopy(model)
+    joined, single = two_adamw(model), torch.optim.AdamW(twin.parameters(), lr=0.1, fused=True)
+    for net, optimizer in ((model, joined), (twin, single)):
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(net, 0)).backward()
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+        loss_of(net, 1).backward()
+        optimizer.step()
+    for first, second in zip(model.parameters(), twin.parameters()):
+        assert torch.equal(first, second)
+
+
 def test_steps_are_withheld_on_the_device_only_if_all_parts_can():
     model = tiny_decoder()
     assert two_adamw(model)._step_supports_amp_scaling
@@ -400,3 +416,14 @@ def test_a_low_bit_step_as_torchao_compiles_it():
             optimizer.zero_grad()
     assert optimizers[1].param_groups[0]["lr"] == 0.01
     torch.testing.assert_close(plain.weight, low_bit.weight, atol=2e-3, rtol=0)
+
+
+def test_the_size_of_low_bit_states_can_be_told_without_values():
+    from headway.cli.check import _optimizer_bytes
+
+    with torch.device("meta"):
+        model = nn.Linear(256, 256, bias=False)
+    assert _optimizer_bytes(build(model)) == 2 * 4 * 256 * 256 + 4
+    tables_and_scales = 2 * (256 * 4 + 256 * 4) + 4
+    found = _optimizer_bytes(build(model, optim="adamw_8bit"))
+    assert found == 2 * 256 * 256 + tables_and_scales
