@@ -56,9 +56,7 @@ def Loader():
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(
-        sys, "modules", {k: v for k, v in sys.modules.items() if k != "lrfind_parts"}
-    )
+    monkeypatch.delitem(sys.modules, "lrfind_parts", raising=False)
     (tmp_path / "lrfind_parts.py").write_text(PARTS)
     (tmp_path / "run.yaml").write_text(RUN)
     return tmp_path
