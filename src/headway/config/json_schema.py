@@ -39,6 +39,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "torch_compile_mode": rules_values.COMPILE_MODES,
     "float32_matmul_precision": rules_values.MATMUL_PRECISIONS,
     "lr_scheduler_type": rules_values.LR_SCHEDULES,
+    "lr_scheduler_unit": rules_values.SCHEDULE_UNITS,
 }
 
 

@@ -52,10 +52,19 @@ def make_specs(
             spec.draw(float(group.get("initial_lr", group["lr"])))
             specs.append(spec)
         except ConfigError as error:
-            problems += [f"{where}: {text}" if where else text for text in error.problems]
+            problems += [_in_group(text, where) for text in error.problems]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return specs
+
+
+def _in_group(problem: str, where: str) -> str:
+    """A problem in the words of a group's own schedule, if it has one."""
+    if not where:
+        return problem
+    for option in ("type", "kwargs"):
+        problem = problem.replace(f"lr_scheduler_{option}", option)
+    return f"{where}: {problem}"
 
 
 def refuse_group_schedules(groups: Iterable[Mapping[str, Any]]) -> None:

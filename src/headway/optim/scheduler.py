@@ -83,7 +83,8 @@ class CurveLR(LambdaLR):
         state = {key: getattr(self, key) for key in _STATE}
         # As LambdaLR has it, so that other tools can load the state into theirs.
         state["lr_lambdas"] = [None] * len(self.specs)
-        state["tokens"] = self._tokens
+        if self._tokens_seen is not None:
+            state["tokens"] = self._tokens
         state["schedule"] = {
             "unit": self.unit,
             "groups": [

@@ -341,12 +341,15 @@ def _sequential(ask: _Ask) -> list[Segment]:
                 f"{piece.where}: the piece before ends at 0 and this one starts there: give it "
                 f"warmup_{ask.unit} or a peak, or the one before a floor"
             )
-        options = read_options(kind, piece.options, _KINDS[kind].options, ask.unit)
-        part = _Ask(
-            kind, start, piece.length, piece.warmup, high, before, options, ask.base_lr, ask.unit,
-            ask.stride,
-        )  # fmt: skip
-        curve = Curve(_make_segments(part))
+        try:
+            options = read_options(kind, piece.options, _KINDS[kind].options, ask.unit)
+            part = _Ask(
+                kind, start, piece.length, piece.warmup, high, before, options, ask.base_lr,
+                ask.unit, ask.stride,
+            )  # fmt: skip
+            curve = Curve(_make_segments(part))
+        except ConfigError as error:
+            raise ConfigError([f"{piece.where}: {text}" for text in error.problems]) from error
         if piece.length is not None:
             curve = _stretch(curve, start + piece.length)
         segments += [replace(s, name=f"{number}. {kind}: {s.name}") for s in curve.segments]

@@ -61,7 +61,7 @@ PIECES = [{"type": "linear", "length": 5}, {"type": "constant"}]
         ("sequential", {"schedules": PIECES}, "ends at 0 and this one starts there"),
         ("sequential", {"schedules": [{"type": "sequential"}]}, "holds no other"),
         ("sequential", {"schedules": [{"type": "linear", "kwargs": {"min_rato": 0}}]},
-         "did you mean 'min_ratio'"),
+         "schedules.0: .*did you mean 'min_ratio'"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(kind, given, message):

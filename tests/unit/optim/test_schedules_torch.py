@@ -265,7 +265,7 @@ def test_groups_have_schedules_of_their_own():
     [
         ({"type": "cosin"}, r"optimizer_groups.g1.config.lr_scheduler: .* did you mean 'cosine'"),
         ({"typ": "cosine"}, "did you mean 'type'"),
-        ({"type": "cosine", "kwargs": {"min_lr": 2}}, "g1.*above the learning rate 0.5"),
+        ({"type": "cosine", "kwargs": {"min_lr": 2}}, "lr_scheduler: kwargs.min_lr=2 is above"),
         ("cosine", "must be a mapping"),
         ({"warmup_steps": 20}, "g1.*longer than the training of 10"),
         ({"warmup_steps": 2, "warmup_ratio": 0.2}, "give one of them"),
