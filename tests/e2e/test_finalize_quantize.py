@@ -14,8 +14,11 @@ from torch import nn
 pytest.importorskip("torchao")
 
 from headway import TrainingArguments
+from headway.args import HEAD_LAYERS
 from headway.checkpoint import CheckpointError, load_checkpoint
+from headway.checkpoint.convert import read_source
 from headway.checkpoint.errors import MisfitError
+from headway.checkpoint.quantized import TrainedAs, plan_quantization, trained_as
 from headway.cli.main import main
 from headway.data.tokenizer import ByteTokenizer
 from headway.errors import ConfigError
@@ -210,6 +213,17 @@ def test_another_recipe_than_that_of_training_is_told(trained, tmp_path, capsys)
     assert main(["finalize", out, str(tmp_path / "c"), "--quantize", INT4]) == 0
     told = capsys.readouterr()
     assert "but the model was trained" not in told.err and "trained for it" in told.out
+
+
+def test_layers_that_training_left_whole_stay_whole(trained):
+    source = read_source(trained["out"] / "checkpoint-40")
+    told = trained_as(trained["out"] / "checkpoint-40")
+    assert told == TrainedAs(INT4, 32, HEAD_LAYERS)
+    other = TrainedAs(INT4, 16, ("mlp", "lm_head"))
+    plan = plan_quantization(source, tiny_decoder(), INT4, trained=other)
+    assert plan.group_size == 16 and len(plan.choice.chosen) == 8
+    plan = plan_quantization(source, tiny_decoder(), INT8, trained=other)
+    assert plan.group_size == 32 and len(plan.choice.chosen) == 14, "told for another recipe"
 
 
 def test_a_run_without_qat_is_rounded_after_training(tmp_path, capsys):

@@ -97,8 +97,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _describe(options: argparse.Namespace, source: Path, target: Path, weights: Source) -> _Outcome:
-    if options.dry_run:
-        weights.cast(options.dtype)
+    weights.cast(options.dtype)
     num_parameters = sum(tensor.numel() for tensor in weights.tensors.values())
     num_bytes = _num_bytes(weights)
     facts = {

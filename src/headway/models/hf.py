@@ -78,6 +78,11 @@ def state_for_export(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str
                 f"the model's state {name!r} is a {type(value).__name__}; only tensors can be "
                 "stored (return tensors from get_extra_state, or none)"
             )
+        if is_quantized(value):
+            raise ConfigError(
+                f"the model's weight {name!r} is quantized; copy the folder that it came from, or "
+                "make another with: headway finalize --quantize"
+            )
     tensors, aliases = split_ties(state, input_embedding_names(model), listed_ties(model))
     return {name: tensor.detach() for name, tensor in tensors.items()}, aliases
 

@@ -136,8 +136,9 @@ def _unsupported(hf_config: Mapping[str, Any]) -> list[str]:
     ]
     if hf_config.get("quantization_config") is not None:
         problems.append(
-            "config.json: quantization_config: the folder's weights are quantized, so that they "
-            "cannot be trained; start from the checkpoint that they were made of"
+            "config.json: quantization_config: the folder's weights are quantized (by "
+            f"{_method_of(hf_config['quantization_config'])}), so that they cannot be trained; "
+            "start from the checkpoint that they were made of"
         )
     kinds = set(hf_config.get("layer_types") or [])
     if len(kinds) > 1 or kinds - {"full_attention", "sliding_attention"}:
@@ -154,6 +155,10 @@ def _unsupported(hf_config: Mapping[str, Any]) -> list[str]:
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         problems.append("config.json: partial_rotary_factor other than 1.0 is not supported")
     return problems
+
+
+def _method_of(block: Any) -> str:
+    return str(block.get("quant_method", "?")) if isinstance(block, Mapping) else "?"
 
 
 def _rope_dict(hf_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,8 +45,8 @@ def check(recipe: str, device: torch.device) -> None:
         raise ConfigError(unknown("fp8_recipe", recipe, RECIPES))
     if _checks_device:
         _check_device(recipe, device)
-    version = torchao_version()
     load_torchao(f"fp8_recipe={recipe!r}", "torchao.float8")
+    version = torchao_version()
     if (recipe, version) in _BROKEN:
         raise ConfigError(
             f"fp8_recipe={recipe!r} fails in torchao {version} for inputs of more than two "

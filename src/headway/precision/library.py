@@ -31,7 +31,7 @@ def load_torchao(purpose: str, module: str = "torchao") -> ModuleType:
 
 def torchao_version() -> str:
     """The installed version, without a local part."""
-    version: str = load_torchao("its version").__version__
+    version: str = load_torchao("quantized weights").__version__
     return version.partition("+")[0]
 
 
