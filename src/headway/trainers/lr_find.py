@@ -27,6 +27,7 @@ from headway.optim.lr_finder import (
 )
 from headway.optim.lr_range import RangeOptions, run_range_test
 from headway.optim.preserved import preserve, put_back_randomness, take_randomness
+from headway.strategies.torch_settings import torch_settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,7 +95,7 @@ class LearningRateFinding:
         if self.train_dataset is None:
             raise ConfigError("lr_find() needs train_dataset")
         check_rereadable(self.train_dataset, "train_dataset")
-        with guard_run():
+        with guard_run(), torch_settings(self.args):
             self._require_same({**asdict(options), "num_seeds": num_seeds})
             with self._prepared_for_trials():
                 return self._find(options, num_seeds)
