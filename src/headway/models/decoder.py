@@ -20,9 +20,15 @@ from headway.errors import ConfigError, unknown
 from headway.models.attention import Attention, AttentionPlan, new_linear, plan_attention
 from headway.models.cache import KVCache
 from headway.models.config import DecoderConfig, check_fields
-from headway.models.loss import chunked_cross_entropy, shift_labels
+from headway.models.loss import (
+    IGNORED_LABEL,
+    chunked_cross_entropy,
+    cross_entropy_sum,
+    shift_labels,
+)
 from headway.models.norm import RMSNorm, compute_dtype
 from headway.models.rope import RotaryTable
+from headway.precision.quantized import computes_as_its_weight
 
 CHECKPOINTING_KEYS = ("context_fn", "determinism_check", "preserve_rng_state", "use_reentrant")
 
@@ -220,16 +226,25 @@ class Decoder(nn.Module):
         )
         output = DecoderOutput()
         if labels is not None:
-            output.loss = chunked_cross_entropy(
-                hidden,
-                self.lm_head.weight,
-                shift_labels(labels),
-                num_items=num_items_in_batch,
-                chunk_tokens=self.config.loss_chunk_tokens,
-            )
+            output.loss = self._loss(hidden, labels, num_items_in_batch)
         if labels is None or return_logits:
             output.logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         return output
+
+    def _loss(self, hidden: Tensor, labels: Tensor, num_items: int | Tensor | None) -> Tensor:
+        chunk_tokens = self.config.loss_chunk_tokens
+        if computes_as_its_weight(self.lm_head):
+            return chunked_cross_entropy(
+                hidden,
+                self.lm_head.weight,
+                shift_labels(labels),
+                num_items=num_items,
+                chunk_tokens=chunk_tokens,
+            )
+        total = cross_entropy_sum(self.lm_head(hidden), labels, chunk_tokens=chunk_tokens)
+        if num_items is None:
+            num_items = (labels[..., 1:] != IGNORED_LABEL).sum().clamp(min=1)
+        return total / num_items
 
     def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
         """Continue the prompts; see `headway.models.generate` for the options."""
