@@ -372,7 +372,8 @@ def assert_same(first, second):
             assert torch.equal(
                 getattr(first, name).view(torch.uint8), getattr(second, name).view(torch.uint8)
             )
-        assert first.dtype == second.dtype and first.block_size == second.block_size
+        for name in ("dtype", "block_size", "signed", "shape"):
+            assert getattr(first, name, None) == getattr(second, name, None)
     elif isinstance(first, torch.Tensor):
         assert first.dtype == second.dtype and torch.equal(first, second)
     else:
