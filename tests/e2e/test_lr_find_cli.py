@@ -124,7 +124,7 @@ def test_no_suggestion_is_told_and_nothing_applied(
         (["--strat-lr", "1"], "did you mean --start-lr?"),
         (["--nnodes", "2"], "--nnodes: '2' given without --nproc"),
         (["--nproc", "2"], "trainer is 'single'"),
-        (["--data.train=lrfind_parts.Loader"], "can be read only once"),
+        (["--data.train=lrfind_parts.Loader"], "data.train: a list_iterator can be read only"),
         (
             ["--apply", '--optimizer_groups={slow: {regex: embed, config: {lr: 0.1}}}'],
             "--apply: optimizer_groups.slow has a rate of its own",

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.cli.lr_find import in_run_file_terms
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -140,7 +141,8 @@ def _judge(size: int, folder: Path, code: int, *, must_work: bool) -> Trial:
     crash = _SIGNALS.search(output)
     if crash is not None and "Traceback" not in output:
         return Trial(size, False, reason=f"a rank was ended by {crash[0]}")
-    mistakes = [line[7:] for line in output.splitlines() if line.startswith("error: ")]
+    said = [line[7:] for line in output.splitlines() if line.startswith("error: ")]
+    mistakes = [in_run_file_terms(line) for line in said]
     if must_work:
         if code == 2:
             raise ConfigError(mistakes or [f"a trial ended with exit code 2: {output[-500:]}"])

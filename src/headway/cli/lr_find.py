@@ -116,17 +116,26 @@ def _run(options: argparse.Namespace, run_config: RunConfig) -> int:
     from headway.trainers.from_config import build_trainer
 
     trainer = build_trainer(run_config)
-    result = trainer.lr_find(
-        start_lr=options.start_lr,
-        end_lr=options.end_lr,
-        num_iterations=options.num_iterations,
-        smoothing_factor=options.smoothing_factor,
-        divergence_threshold=options.divergence_threshold,
-        num_seeds=options.seeds,
-    )
+    try:
+        result = trainer.lr_find(
+            start_lr=options.start_lr,
+            end_lr=options.end_lr,
+            num_iterations=options.num_iterations,
+            smoothing_factor=options.smoothing_factor,
+            divergence_threshold=options.divergence_threshold,
+            num_seeds=options.seeds,
+        )
+    except ConfigError as error:
+        raise type(error)([in_run_file_terms(problem) for problem in error.problems]) from error
     if trainer.state.is_world_process_zero:
         _report(options, run_config, result)
     return 1 if result.suggested_lr is None else 0
+
+
+def in_run_file_terms(problem: str) -> str:
+    """A trainer's words for a problem, with its data named as a run file has it."""
+    name = "train_dataset: "
+    return f"data.train: {problem.removeprefix(name)}" if problem.startswith(name) else problem
 
 
 def _report(options: argparse.Namespace, run_config: RunConfig, result: LRFinderResult) -> None:

@@ -10,13 +10,16 @@ from headway.compat.xaytune.config import TrainerConfig
 from headway.compat.xaytune.events import EVENTS, CallbackManager, global_callbacks, on
 from headway.compat.xaytune.state import TrainState
 from headway.compat.xaytune.trainer import Trainer
+from headway.optim.lr_finder import LRFinderResult, lr_find
 
 __all__ = [
     "EVENTS",
     "CallbackManager",
+    "LRFinderResult",
     "TrainState",
     "Trainer",
     "TrainerConfig",
     "global_callbacks",
+    "lr_find",
     "on",
 ]
