@@ -238,6 +238,33 @@ def test_a_run_without_qat_is_rounded_after_training(tmp_path, capsys):
     assert is_low_bit(model) and model(torch.zeros(1, 4, dtype=torch.long)).logits.isfinite().all()
 
 
+def test_a_low_bit_head_is_evaluated_as_such(tmp_path):
+    """Headway's decoder makes its loss of the head's weight; a head of few bits is called."""
+    torch.manual_seed(0)
+    trainer = tiny_trainer(
+        tmp_path,
+        max_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        qat_recipe=INT8,
+        qat_exclude=[],
+    )
+    trainer.train()
+    seen = trainer.evaluate()["eval_loss"]
+    assert type(trainer.model.lm_head).__name__ == "FakeQuantizedLinear"
+    words = ["finalize", str(tmp_path / "out"), str(tmp_path / "q"), "--quantize", INT8]
+    assert main(words) == 0
+    model: Any = load_causal_lm(tmp_path / "q")
+    assert quantized.is_quantized(model.lm_head.weight)
+    assert loss_of(model, tmp_path) == pytest.approx(seen, abs=1e-6)
+    ids = torch.randint(0, 258, (2, 16))
+    out = model(ids, labels=ids, return_logits=True)
+    by_hand = nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert torch.allclose(out.loss, by_hand, atol=1e-5)
+    plain = load_causal_lm(tmp_path / "out" / "checkpoint-2")
+    assert abs(plain(ids, labels=ids).loss - by_hand) > 1e-6
+
+
 def test_layers_can_be_left_out(trained, tmp_path, capsys):
     words = ["finalize", str(trained["out"]), str(tmp_path / "q"), "--quantize", INT4]
     assert main([*words, "--exclude", "mlp", "--exclude", "lm_head", "--json"]) == 0
