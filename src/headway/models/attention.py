@@ -82,7 +82,12 @@ def plan_attention(
     plain = plain and (past_len == 0 or seq_len == 1)
     groups = _groups_heads(device, dtype, masked=not plain)
     if plain:
-        return AttentionPlan(is_causal=past_len == 0 and seq_len > 1, groups_heads=groups)
+        # Branches and not an expression: for a compiler the length may be a symbol, and the kernel
+        # takes no symbolic truth.
+        is_causal = past_len == 0
+        if seq_len == 1:
+            is_causal = False
+        return AttentionPlan(is_causal=is_causal, groups_heads=groups)
     seen = _dense_mask(seq_len, past_len, device, window, document_ids, attention_mask)
     # SDPA would turn a boolean mask into this form anew in every layer, and save each for backward.
     mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))

@@ -125,6 +125,7 @@ def test_the_whole_model_where_that_is_asked_for():
     compile_module(model, CompileOptions(backend="eager", scope="model"))
     assert "forward" in model.__dict__ and "forward" not in model.model.layers[0].__dict__
     loss, *_ = run(model)
+    assert not any("attention" in reason for reason in counters["graph_break"])
     put_back(model)
     torch.testing.assert_close(loss, run(model)[0])
 
