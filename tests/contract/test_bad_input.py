@@ -136,9 +136,7 @@ RUN_FILES = [
     Case("unknown trainer", {"trainer": "dpp"}, ("trainer", "did you mean 'ddp'")),
     Case("pipeline of one", {"trainer": "pipeline"}, ("PipelineTrainer", "two ranks", "--nproc 2")),
     # Announced, not there yet.
-    Case(
-        "option of later", args(save_on_each_node=True), ("save_on_each_node", "not available yet")
-    ),
+    Case("option of later", args(report_to=["wandb"]), ("report_to", "not available yet")),
     # Components.
     Case("unknown class", train("TokenDatset"), ("TokenDatset", "did you mean 'TokenDataset'")),
     Case("unknown module", {"model": {"class_path": "no.such.Model"}}, ("no.such.Model",)),

@@ -28,15 +28,16 @@ from headway.checkpoint.manifest import (
     CommittedCheckpoint,
     Manifest,
     committed,
-    is_committed,
     read_manifest,
     refuse_link,
     torch_version,
     verify,
     write_manifest,
 )
+from headway.checkpoint.nodes import find_common, require_same
 from headway.checkpoint.owner import new_nonce
 from headway.checkpoint.pins import is_pinned
+from headway.checkpoint.publication import publish
 from headway.checkpoint.ranks import Ranks, SoloRanks
 from headway.checkpoint.reader import held_elsewhere, load_contents, load_weights
 from headway.checkpoint.replication import check_contents
@@ -209,12 +210,12 @@ class CheckpointManager:
     def write(self, pending: PendingSave) -> Path:
         """The second half of `save`: write, commit, retire; returns the directory."""
         ranks = self._ranks
-        nonce = ranks.share(new_nonce() if ranks.is_main else None)
+        nonce = ranks.exchange(new_nonce() if ranks.leads else None)[ranks.leader]
         final = self.output_dir / pending.name
         temporary = final.with_name(f"{final.name}.tmp-{nonce}")
         try:
             with ranks.together("creating the directory"):
-                if ranks.is_main:
+                if ranks.leads:
                     refuse_link(final)
                     self._storage.make_root()
                     self._storage.make_dir(temporary)
@@ -227,28 +228,55 @@ class CheckpointManager:
                 num_threads=self._num_threads,
             )
             writer.write(pending.staged)
-            with ranks.together("committing"):
-                if ranks.is_main:
-                    self._commit(pending, writer, temporary, final, nonce)
+            if ranks.each_node:
+                self._commit_on_each_node(pending, writer, temporary, final, nonce)
+            else:
+                with ranks.together("committing"):
+                    if ranks.is_main:
+                        self._finish(pending, writer, temporary)
+                        manifest = self._describe(pending, writer, self._next_counter())
+                        write_manifest(temporary, manifest, self._storage)
+                        self._publish(manifest, temporary, final, nonce)
         except BaseException:
-            if ranks.is_main:
+            if ranks.leads:
                 self._discard(temporary)
             raise
         with ranks.together("retiring older checkpoints"):
-            if ranks.is_main:
+            if ranks.leads:
                 self._retire()
         return final
 
-    def _commit(
+    def _commit_on_each_node(
         self, pending: PendingSave, writer: ContentsWriter, temporary: Path, final: Path, nonce: str
     ) -> None:
+        """No node gives the directory its name before all of them could."""
+        ranks = self._ranks
+        with ranks.together("completing the copies of the nodes"):
+            if ranks.leads:
+                self._finish(pending, writer, temporary)
+        counter = max(ranks.exchange(self._next_counter() if ranks.leads else 0))
+        manifest = self._describe(pending, writer, counter)
+        manifest.created, manifest.metrics, manifest.metric = ranks.share(
+            [manifest.created, manifest.metrics, manifest.metric]
+        )
+        with ranks.together("preparing to commit"):
+            if ranks.leads:
+                write_manifest(temporary, manifest, self._storage)
+        require_same(ranks, manifest.digest, f"what they wrote to {final}")
+        with ranks.together("committing"):
+            if ranks.leads:
+                self._publish(manifest, temporary, final, nonce)
+
+    def _finish(self, pending: PendingSave, writer: ContentsWriter, temporary: Path) -> None:
         if pending.before_commit is not None:
             pending.before_commit(temporary)
         writer.finish()
-        manifest = Manifest(
+
+    def _describe(self, pending: PendingSave, writer: ContentsWriter, counter: int) -> Manifest:
+        return Manifest(
             kind=pending.kind,
             step=pending.step,
-            save_counter=self._next_counter(),
+            save_counter=counter,
             files=writer.files,
             components=writer.components,
             topology=self._topology,
@@ -261,46 +289,15 @@ class CheckpointManager:
             metric=pending.metric,
             metadata=pending.metadata,
         )
-        write_manifest(temporary, manifest, self._storage)
-        self._publish(temporary, final, nonce)
+
+    def _publish(self, manifest: Manifest, temporary: Path, final: Path, nonce: str) -> None:
+        publish(self._storage, temporary, final, nonce)
         self._last_counter = manifest.save_counter
         self._damaged.discard(final.name)
 
     def _next_counter(self) -> int:
         found = [checkpoint.save_counter for checkpoint in committed(self.output_dir)]
         return max([self._last_counter, *found]) + 1
-
-    def _publish(self, temporary: Path, final: Path, nonce: str) -> None:
-        """Give a complete directory its name, moving an earlier one of that name aside first."""
-        aside = None
-        was_committed = False
-        if os.path.lexists(final):
-            was_committed = is_committed(final)
-            aside = final.with_name(f"{final.name}.{'old' if was_committed else 'foreign'}-{nonce}")
-            self._storage.rename(final, aside)
-        try:
-            if aside is not None:
-                # Else a power cut may keep the second rename alone, and with it lose the earlier.
-                self._storage.sync_dir(self.output_dir)
-            self._storage.rename(temporary, final)
-        except BaseException:
-            if aside is not None:
-                try:
-                    self._storage.rename(aside, final)
-                except Exception as error:
-                    logger.warning("%s keeps the name %s: %s", final, aside.name, error)
-            raise
-        self._storage.sync_dir(self.output_dir)
-        if aside is not None and was_committed and not is_pinned(aside):
-            self._storage.remove_tree(aside)
-        elif aside is not None and was_committed:
-            logger.warning("%s was pinned; it is now %s beside its successor", final, aside.name)
-        elif aside is not None:
-            logger.warning(
-                "%s was there without a valid manifest; it is now %s and was not deleted",
-                final,
-                aside.name,
-            )
 
     def _discard(self, temporary: Path) -> None:
         if not os.path.lexists(temporary):
@@ -333,7 +330,7 @@ class CheckpointManager:
 
     def clean_leftovers(self) -> list[str]:
         """Clean up after saves and deletions of processes that are gone; call it at the start."""
-        return leftovers.clean_leftovers(self._storage) if self._ranks.is_main else []
+        return leftovers.clean_leftovers(self._storage) if self._ranks.leads else []
 
     # -- finding ----------------------------------------------------------------------------
 
@@ -381,6 +378,12 @@ class CheckpointManager:
         retention from then on: it can neither push out a good one nor be the best.
         """
         ranks, found = self._ranks, Search(None)
+        if ranks.each_node:
+            found = find_common(ranks, self._storage, self.list())
+            self._damaged |= found.damaged
+            if found.path is not None:
+                self._verified.add((found.path, read_manifest(found.path).digest))
+            return found.path, found.problems
         with ranks.together("looking for a checkpoint"):
             if ranks.is_main:
                 found = find_newest_whole(self._storage, self.list())
@@ -443,6 +446,8 @@ class CheckpointManager:
             manifest = read_manifest(directory)
             if verify:
                 self._require_intact(directory, manifest)
+        if self._ranks.each_node:
+            require_same(self._ranks, manifest.digest, f"their copies of {directory}")
         elsewhere = held_elsewhere(contents.model, self._ranks)
         with self._ranks.together("loading the checkpoint"):
             trainer_state = load_contents(
@@ -481,7 +486,8 @@ class CheckpointManager:
         except KeyError:
             if names is None and self._ranks.world_size > 1:
                 # Every rank reads its share; what one of them finds, all of them raise.
-                names = sorted(manifest.files)[self._ranks.rank :: self._ranks.world_size]
+                first, count = self._ranks.share_of_files
+                names = sorted(manifest.files)[first::count]
             num_threads = num_readers(self._ranks.num_on_node)
             problems = verify(directory, names=names, num_threads=num_threads)
             if problems:

@@ -42,11 +42,30 @@ class Ranks(ABC):
     nodes: tuple[int, ...]
     """The node of every rank."""
     groups: Mapping[str, Group]
+    each_node: bool = False
+    """Whether every node keeps a checkpoint of its own; only where they share no storage."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which commits."""
+        """Whether this is rank 0, which knows of all."""
         return self.rank == 0
+
+    @property
+    def leader(self) -> int:
+        """The rank that commits what this one takes part in."""
+        return self.nodes.index(self.node) if self.each_node else 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank commits: rank 0, or the first one of each node."""
+        return self.rank == self.leader
+
+    @property
+    def share_of_files(self) -> tuple[int, int]:
+        """Which files this rank reads where all are read together: the first, and every n-th."""
+        if not self.each_node:
+            return self.rank, self.world_size
+        return self.nodes[: self.rank].count(self.node), self.num_on_node
 
     @property
     def node(self) -> int:

@@ -21,6 +21,7 @@ from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.jobs import Job, run_jobs
 from headway.checkpoint.jsonfile import encode_json
 from headway.checkpoint.manifest import MANIFEST_NAME
+from headway.checkpoint.nodes import copy_to_nodes
 from headway.checkpoint.optimizer import merge_optimizers
 from headway.checkpoint.ranks import Ranks, SoloRanks
 from headway.checkpoint.slices import sliced_files, write_sliced
@@ -77,7 +78,7 @@ class ContentsWriter:
         return record.digest if record else None
 
     def write(self, staged: StagedCheckpoint) -> None:
-        """Write this rank's files; `finish` on rank 0 takes in those of the others."""
+        """Write this rank's files; `finish`, where it commits, takes in those of the others."""
         ranks = self._ranks
         with ranks.together("preparing to write"):
             staged.wait()
@@ -105,7 +106,7 @@ class ContentsWriter:
         }
         shared = ranks.gather(_shared_parts(staged))
         with ranks.together("creating directories"):
-            if ranks.is_main:
+            if ranks.leads:
                 for folder in sorted({folder for one in told for folder in one["folders"]}):
                     self._storage.make_dir(self._directory / folder)
         with ranks.together("writing files"):
@@ -127,7 +128,13 @@ class ContentsWriter:
                     self._digest,
                     self._record,
                 )
-        self._told = ranks.gather([self.files, self.components])
+        if not ranks.each_node:
+            self._told = ranks.gather([self.files, self.components])[1:]
+            return
+        told = ranks.exchange([self.files, self.components])
+        written = [files for files, _ in told]
+        copy_to_nodes(ranks, written, self._storage, self._directory, self._digest)
+        self._told = [one for rank, one in enumerate(told) if rank != ranks.rank]
 
     # -- jobs -------------------------------------------------------------------------------
 
@@ -215,7 +222,7 @@ class ContentsWriter:
 
     def _merge(self) -> None:
         """Take in the files and components of the other ranks."""
-        for files, components in self._told[1:]:
+        for files, components in self._told:
             for name, record in files.items():
                 self._record(name, FileRecord(*record))
                 if self._stamps[name][0] != self.files[name].size:
@@ -229,7 +236,7 @@ class ContentsWriter:
             component["files"].sort()
 
     def finish(self) -> None:
-        """On rank 0: record the files of all ranks, and what else lies in the directory; sync."""
+        """Where it commits: record the files of all ranks and what else lies there; sync."""
         self._merge()
         for name in list_files(self._directory):
             check_name(name)

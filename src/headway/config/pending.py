@@ -12,12 +12,10 @@ from typing import Any
 from headway.config.rules import default_of
 from headway.config.typecheck import Problem
 
-CHECKPOINTS = "the checkpoint engine"
 TRACKERS = "experiment trackers"
 
 PENDING: dict[str, str] = {
     "report_to": TRACKERS,
-    "save_on_each_node": CHECKPOINTS,
 }
 
 # Values that mean the same as the default.

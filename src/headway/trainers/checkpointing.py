@@ -123,7 +123,7 @@ class Checkpointing:
         manager = CheckpointManager(target, save_total_limit=None, ranks=ranks)
         exported = manager.save(contents, self.state.global_step, kind="export")
         with ranks.together("putting the model's files in place"):
-            if ranks.is_main:
+            if ranks.leads:
                 for path in sorted(exported.iterdir()):
                     if path.is_file() and path.name not in (MANIFEST_NAME, TRAINER_STATE_NAME):
                         path.replace(target / path.name)

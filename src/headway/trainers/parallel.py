@@ -34,7 +34,9 @@ class _RankedTrainer(Trainer):
     def _ranks(self) -> Ranks:
         if self.env.world_size > 1:
             self._context()  # here everything begins that ranks do together
-        return super()._ranks()
+        ranks = super()._ranks()
+        ranks.each_node = self.args.save_on_each_node and len(set(ranks.nodes)) > 1
+        return ranks
 
     def _context(self) -> DistributedContext:
         context = current_context()

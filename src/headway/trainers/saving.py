@@ -20,6 +20,7 @@ from headway.checkpoint import (
     next_checkpoint_path,
 )
 from headway.checkpoint.background import BackgroundSaver
+from headway.checkpoint.nodes import require_apart
 from headway.checkpoint.replaced import set_aside
 from headway.config.rules_values import LOADABLE
 from headway.data.loader import WindowLoader
@@ -87,6 +88,10 @@ class Saver:
     def find(self, resume: bool | str) -> Found | None:
         """The checkpoint to resume from, if any."""
         check_output_dir(self._trainer.args.output_dir)
+        ranks = self._trainer._ranks()
+        if ranks.each_node:
+            require_apart(ranks, self.manager.output_dir)
+            resume = ranks.share(resume)  # after a restart each rank asks its own disk
         found = find_checkpoint(self.manager, self._trainer.args, resume)
         self._replaces = resume is False
         if found is not None:
@@ -98,7 +103,7 @@ class Saver:
         if not self._replaces:
             return
         self._replaces = False
-        if self._trainer.env.rank:  # the others meet rank 0 before any of them saves
+        if not self._trainer._ranks().leads:  # the others meet it before any of them saves
             return
         folder = set_aside(self.manager.output_dir)
         if folder is not None:

@@ -29,7 +29,8 @@ def run_verb(verb, *words):
     ("option", "parts"),
     [
         ("max_steps", ["type     int", "default  -1", "MinimalTrainingArguments", "   4  "]),
-        ("args.mixed_precision", ["not available yet", "   5  ", "BaseTrainingArguments"]),
+        ("args.mixed_precision", ["   5  ", "BaseTrainingArguments"]),
+        ("args.report_to", ["not available yet"]),
         ("args.seed", ["type     int"]),
         ("ddp.bucket_cap_mb", ["int or None", "DDPArguments", "default  None"]),
         ("dispatch_batches", ["DDPTrainingArguments, FSDP2TrainingArguments"]),
