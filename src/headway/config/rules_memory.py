@@ -71,7 +71,8 @@ def _idle(switch: str, *options: str) -> Check:
         idle = [
             f"{name}={getattr(args, name)!r}"
             for name in options
-            if getattr(args, name, None) not in (None, default_of(args, name), _FILLED.get(name))
+            if hasattr(args, name)
+            and getattr(args, name) not in (None, default_of(args, name), _FILLED.get(name))
         ]
         if not idle:
             return None
