@@ -95,6 +95,11 @@ class LearningRateFinding:
         if self.train_dataset is None:
             raise ConfigError("lr_find() needs train_dataset")
         check_rereadable(self.train_dataset, "train_dataset")
+        if self.args.strategy_name == "accelerate":
+            raise ConfigError(
+                "lr_find: with trainer 'accelerate' parts of the state are kept by accelerate and "
+                "DeepSpeed, where they cannot be put back; search with trainer 'ddp' or 'fsdp2'"
+            )
         with guard_run(), torch_settings(self.args):
             self._require_same({**asdict(options), "num_seeds": num_seeds})
             with self._prepared_for_trials():
@@ -156,11 +161,6 @@ class LearningRateFinding:
         """The run's optimizer, for a trial before there is a run."""
         strategy = self.strategy
         assert strategy is not None
-        if strategy.name == "accelerate":
-            raise ConfigError(
-                "lr_find() before train() is not possible with trainer 'accelerate', which takes "
-                "its optimizer over for good; call it in the run, from a callback"
-            )
         optimizer = build_optimizer(
             model,
             self.args,

@@ -18,6 +18,7 @@ from headway import Trainer, TrainingArguments
 from headway.engine.events import TrainerCallback
 from headway.errors import ConfigError
 from headway.testing import tiny_dataset
+from headway.trainers.parallel import AccelTrainer
 
 NUM_STEPS = 6
 
@@ -376,5 +377,18 @@ def test_mistakes(tmp_path: Path) -> None:
         trainer.lr_find()
     trainer.train_dataset = None
     with pytest.raises(ConfigError, match="needs train_dataset"):
+        trainer.lr_find()
+    assert trainer.strategy is None
+
+
+def test_state_that_cannot_be_put_back_is_not_touched(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    trainer = AccelTrainer(
+        accelerator=accelerate.Accelerator(cpu=True),
+        args={"output_dir": str(tmp_path), "use_cpu": True},
+        model_init=Net,
+        train_dataset=tiny_dataset(4),
+    )
+    with pytest.raises(ConfigError, match="search with trainer 'ddp'"):
         trainer.lr_find()
     assert trainer.strategy is None
