@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from headway.errors import missing_extra
+from headway.errors import ConfigError, missing_extra
 
 # Kernels for hardware that this machine does not have are reported by the first, how torchao
 # registers its own classes by the second; neither says anything about the work at hand.
@@ -26,6 +26,11 @@ def load_torchao(purpose: str, module: str = "torchao") -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.partition(".")[0] != "torchao":
             raise
+        if error.name not in (None, "torchao"):
+            raise ConfigError(
+                f"{purpose} needs another torchao than {torchao_version()}, which has no "
+                f"{error.name}: pip install -U 'headway[quant]'"
+            ) from None
         raise missing_extra("torchao", "quant", purpose) from None
 
 

@@ -207,8 +207,9 @@ class Parts:
         unflatten = load_torchao("reading quantized weights", _FORMS).unflatten_tensor_state_dict
         metadata = {name: self._metadata[name], _NAMES_KEY: json.dumps([name])}
         try:
-            joined, _ = unflatten({part: parts[part] for part in wanted}, metadata)
-            found: Tensor = joined[name]
+            joined = unflatten({part: parts[part] for part in wanted}, metadata)
+            # Since some version with what is left over.
+            found: Tensor = (joined[0] if isinstance(joined, tuple) else joined)[name]
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise QuantizedFormError(
                 f"{self._where}: the parts of {name} do not fit together: {error}"

@@ -115,6 +115,11 @@ def test_without_torchao_the_extra_is_named(monkeypatch):
         library.load_torchao("fp8_recipe")
 
 
+def test_a_torchao_without_a_part_of_it_is_told_as_such():
+    with pytest.raises(ConfigError, match=r"QAT needs another torchao .* no torchao\.magic"):
+        library.load_torchao("QAT", "torchao.magic")
+
+
 def test_moving_makes_a_tensor_of_its_own():
     found = quantized.quantize_weight(torch.randn(4, 64), *INT4[1])
     half = quantized.move(found, "cpu", torch.bfloat16)
