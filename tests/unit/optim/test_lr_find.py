@@ -352,10 +352,11 @@ def test_copies_are_of_the_tensors_inside_a_wrapper_subclass() -> None:
         optimizer.step(),
         optimizer.zero_grad(),
     )
-    run()
+    with torch.compiler.set_stance("force_eager"):  # its step compiles itself, which takes long
+        run()
     state = optimizer.state[model.weight]["exp_avg"]
     before = state.dequantize().clone()
-    with preserve(model, optimizer):
+    with preserve(model, optimizer), torch.compiler.set_stance("force_eager"):
         run()
         assert not torch.equal(optimizer.state[model.weight]["exp_avg"].dequantize(), before)
     assert optimizer.state[model.weight]["exp_avg"] is state
