@@ -99,12 +99,12 @@ class _Cargo:
     def __init__(self, saved: Tensor, lane: Lane, place: int) -> None:
         self._lane = lane
         self.place, self.version = place, saved._version
-        self._held, self._sent = lane.send(_bytes_of(saved))
         self._original: Tensor | None = saved
         self._copy: Tensor | None = None
         self._arrival: Any = None
         """Mark of a copy back that nobody has waited for."""
         self.num_packs = self._num_unpacks = 0
+        self._held, self._sent = lane.send(_bytes_of(saved))
 
     def free_original(self) -> None:
         """Free the device's memory, which may be used again in the computation's order."""
