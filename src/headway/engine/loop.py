@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -220,6 +221,8 @@ class TrainingLoop:
         taken = p.strategy.apply(p.optimizer, loss, grad_norm)
         fire("on_optimizer_step")
         learning_rate = p.optimizer.param_groups[0]["lr"]
+        if isinstance(learning_rate, Tensor):
+            learning_rate = learning_rate.clone()  # the schedule writes into it
         state.num_input_tokens_seen += totals.num_tokens
         if p.scheduler is not None and taken:
             p.scheduler.step()
@@ -233,7 +236,7 @@ class TrainingLoop:
         state.epoch = state.raw_epoch + in_epoch
         self._last_step.reach()
         measured: dict[str, Value] = {TRAIN_LOSS: loss, GRAD_NORM: grad_norm}
-        measured[LEARNING_RATE] = float(learning_rate)
+        measured[LEARNING_RATE] = learning_rate
         if p.strategy.loss_scale is not None:
             measured[LOSS_SCALE] = p.strategy.loss_scale.value
         p.metrics.record_step(state.global_step, measured)
