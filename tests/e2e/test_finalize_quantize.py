@@ -78,6 +78,8 @@ def is_low_bit(model: Any) -> bool:
 def test_the_low_bit_model_computes_what_training_saw(trained, folder, tmp_path):
     model = load_causal_lm(folder)
     assert is_low_bit(model) and not quantized.is_quantized(model.lm_head.weight)
+    assert not model.model.layers[0].mlp.up_proj.weight.requires_grad
+    assert model.lm_head.weight.requires_grad
     assert loss_of(model, tmp_path) == pytest.approx(trained["loss"], abs=1e-6)
     whole = load_causal_lm(trained["out"] / "checkpoint-40")
     assert abs(loss_of(whole, tmp_path) - trained["loss"]) > 1e-4, "the grid makes a difference"
