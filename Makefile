@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-faults lint unit bench clean
+.PHONY: demo test test-long test-faults lint unit bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/headway demo
@@ -18,7 +18,11 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' tests
+
+# The tests that take longest, beside those of `make test`.
+test-long: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow tests
 
 # The proofs in full size, about an hour; the results add to benchmarks/results/faults-<date>.md.
 test-faults: $(INSTALLED)

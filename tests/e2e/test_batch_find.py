@@ -147,6 +147,7 @@ def test_not_even_one_sample(folder: Path) -> None:
 
 
 @pytest.mark.timeout(420)
+@pytest.mark.slow
 def test_two_ranks_of_which_each_has_the_limit(folder: Path) -> None:
     words = ["--trainer=ddp", "--nproc", "2", "--memory-limit", "1200MiB", "--max-batch", "3"]
     done = find(folder, *words, "--args.gradient_accumulation_steps=4", "--json")

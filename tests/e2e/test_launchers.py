@@ -143,6 +143,7 @@ def test_a_rank_that_fails_on_one_machine_is_named_on_both(folder: Path) -> None
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_machine_that_leaves_is_done_without(folder: Path, alone: list[float]) -> None:
     """Two machines, then one: the run goes on from its newest checkpoint by itself."""
     os.mkfifo(folder / "gate")
@@ -181,6 +182,7 @@ def launcher_of(rank: int) -> int:
     return parent_of(torchrun_of(rank))
 
 
+@pytest.mark.slow
 def test_a_run_stopped_on_four_ranks_goes_on_with_two(folder: Path, alone: list[float]) -> None:
     words = (*TRAIN, "--trainer=fsdp2")
     code, out, err = run(*words, "--nproc", "4", "--args.stop_at=4 steps")

@@ -143,6 +143,8 @@ def _report(options: argparse.Namespace, run_config: RunConfig, result: LRFinder
 
     if options.output is not None:
         _write(result, Path(options.output))
+    if not options.json:
+        _print(result, run_config)
     applied = None
     if options.apply and result.suggested_lr is not None:
         from headway.cli.run_file_edit import set_options
@@ -152,7 +154,6 @@ def _report(options: argparse.Namespace, run_config: RunConfig, result: LRFinder
     if options.json:
         print_json({**result.to_dict(), "applied": applied})
         return
-    _print(result, run_config)
     if options.output is not None:
         write_line(f"written: {options.output}")
     if applied is not None:
@@ -176,9 +177,14 @@ def _print(result: LRFinderResult, run_config: RunConfig) -> None:
 
     rows = []
     for name, rate in result.suggestions.items():
-        low, high = result.spread[name]
-        spread = f"  ({low:.2e} to {high:.2e} over {len(result.runs)} seeds)"
-        rows.append((name, f"{rate:.2e}{spread if len(result.runs) > 1 else ''}"))
+        spread = ""
+        if len(result.runs) > 1:
+            # Noise of single seeds may hide what their mean shows.
+            spread = f"  (by the mean of {len(result.runs)} seeds; none of them shows it alone)"
+            if name in result.spread:
+                low, high = result.spread[name]
+                spread = f"  ({low:.2e} to {high:.2e} over {len(result.runs)} seeds)"
+        rows.append((name, f"{rate:.2e}{spread}"))
     if result.suggested_lr is None:
         rows.append(("suggestion", f"none: {result.reason}"))
     else:

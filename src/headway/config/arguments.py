@@ -40,8 +40,11 @@ class Arguments:
         problems = find_problems(self, check_pending=check_pending)
         if problems:
             raise ConfigError([problem.message for problem in problems])
+        self._warn()
+
+    def _warn(self) -> None:
         for message in rules.find_warnings(self):
-            warnings.warn(message, UserWarning, stacklevel=2)
+            warnings.warn(message, UserWarning, stacklevel=3)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Self:
@@ -49,6 +52,7 @@ class Arguments:
         instance, problems = collect(cls, given)
         if not isinstance(instance, cls):
             raise ConfigError([problem.message for problem in problems])
+        instance._warn()
         return instance
 
     def to_dict(self) -> dict[str, Any]:

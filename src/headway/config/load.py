@@ -7,17 +7,21 @@ Does not own: YAML (document), rules (rules), the check of a component (componen
 from __future__ import annotations
 
 import copy
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.config import arguments, components
+from headway.config import arguments, components, rules
 from headway.config.document import Node, merge, read_file, read_text
 from headway.config.registry import DEFAULT_MODEL
 from headway.config.schema import ARGUMENT_CLASSES, Component, DataConfig, RunConfig
 from headway.config.typecheck import Problem, conform, field_types
 from headway.errors import ConfigError, nearest, unknown
+
+logger = logging.getLogger(__name__)
 
 _COMPONENT_KEYS = ("class_path", "init_args")
 _GROUP_KEYS = ("config", "factory", "regex")
@@ -35,6 +39,10 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     problems += [_tell(root, problem) for problem in reader.problems]
     if problems or run is None:
         raise ConfigError(problems)
+    if os.environ.get("RANK", "0") == "0":  # ranks say it once
+        # The precision of a run file is handed to the Accelerator, where there is one.
+        for message in rules.find_warnings(run.args, skip=("mixed_precision",)):
+            logger.warning("args: %s", message)
     return run
 
 

@@ -70,9 +70,9 @@ def find_broken(args: Any, *, skip: Collection[str] = ()) -> list[Problem]:
     return [Problem(rule.options, message) for rule, message in _apply(args, "reject", skip)]
 
 
-def find_warnings(args: Any) -> list[str]:
-    """The messages of the rules that only warn."""
-    return [message for _, message in _apply(args, "warn", ())]
+def find_warnings(args: Any, *, skip: Collection[str] = ()) -> list[str]:
+    """The messages of the rules that only warn; those on a `skip`ped option are left out."""
+    return [message for _, message in _apply(args, "warn", skip)]
 
 
 def rules_of(option: str) -> list[Rule]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from headway import TrainingArguments
 from headway.config import load_run, resolved_config
 from headway.config.load import _Files
 from headway.errors import ConfigError
@@ -237,3 +238,16 @@ def test_resolved_configuration_reads_back(write):
     run = load_run(write(MODEL + "args: {eval_every: 20min, dataloader_num_workers: 1}\n"))
     again = load_run(write(json.dumps(resolved_config(run)), "resolved.yaml"))
     assert again == run
+
+
+def test_a_run_file_is_warned_about_options_without_effect(tmp_path, caplog):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {vocab_size: 8, hidden_size: 8, num_layers: 1, num_heads: 1}\n"
+        "args: {torch_compile_mode: reduce-overhead}\n"
+    )
+    with caplog.at_level("WARNING"):
+        load_run(path)
+    assert "without effect, since torch_compile is False" in caplog.text
+    with pytest.warns(UserWarning, match="without effect"):
+        TrainingArguments.from_dict({"torch_compile_mode": "reduce-overhead"})

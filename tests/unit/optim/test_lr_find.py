@@ -363,7 +363,15 @@ def test_copies_are_of_the_tensors_inside_a_wrapper_subclass() -> None:
     assert torch.equal(state.dequantize(), before)
 
 
-def test_ctrl_c_waits_until_all_is_put_back() -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as in a terminal; a test run in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_waits_until_all_is_put_back(interruptible: None) -> None:
     done = False
     with pytest.raises(KeyboardInterrupt), uninterrupted():
         signal.raise_signal(signal.SIGINT)
@@ -371,7 +379,9 @@ def test_ctrl_c_waits_until_all_is_put_back() -> None:
     assert done and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_during_the_restoration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_the_restoration(
+    interruptible: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = nn.Linear(2, 2)
     weight = model.weight.detach().clone()
     restore = Preserved.restore
