@@ -30,7 +30,7 @@ from headway import Trainer, TrainerCallback, TrainingArguments
 from headway.cli.demo_corpus import standard_library
 from headway.models import Decoder
 from headway.precision import fp8
-from headway.precision.library import torchao_version
+from headway.precision.torchao_package import torchao_version
 
 MOST_DIFFERENCE = 0.01
 LAST_STEPS = 30

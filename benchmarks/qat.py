@@ -31,7 +31,7 @@ from headway import Trainer, TrainingArguments
 from headway.cli.demo_corpus import standard_library
 from headway.cli.main import main as headway
 from headway.models import Decoder, load_causal_lm
-from headway.precision.library import torchao_version
+from headway.precision.torchao_package import torchao_version
 
 # Recipe and group size (None: the recipe's own, which may be more than the model is wide).
 RECIPES: list[tuple[str, int | None]] = [

@@ -16,7 +16,7 @@ from torch import nn
 
 from headway.errors import ConfigError, unknown
 from headway.precision.layers import choose_layers, require_some, warn_of_idle_patterns
-from headway.precision.library import load_torchao, torchao_version
+from headway.precision.torchao_package import load_torchao, torchao_version
 
 logger = logging.getLogger(__name__)
 

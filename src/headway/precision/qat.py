@@ -20,8 +20,8 @@ from headway.precision.layers import (
     require_some,
     warn_of_idle_patterns,
 )
-from headway.precision.library import load_torchao, quietly
 from headway.precision.recipes import QuantRecipe, find_recipe
+from headway.precision.torchao_package import load_torchao, quietly
 
 logger = logging.getLogger(__name__)
 

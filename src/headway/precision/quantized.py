@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from headway.errors import ConfigError
-from headway.precision.library import load_torchao, torchao_version
 from headway.precision.qat import base_config
 from headway.precision.recipes import QuantRecipe
+from headway.precision.torchao_package import load_torchao, torchao_version
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch import nn
 pytest.importorskip("torchao")
 
 from headway.errors import ConfigError
-from headway.precision import library, qat, quantized
+from headway.precision import qat, quantized, torchao_package
 from headway.precision.recipes import RECIPES
 
 INT4 = [(RECIPES["int8-dynamic-act-int4-weight"], 32), (RECIPES["int4-weight-only"], 64)]
@@ -112,12 +112,12 @@ def test_weights_of_a_newer_torchao_are_told(caplog, monkeypatch):
 def test_without_torchao_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(ConfigError, match=r"headway\[quant\]"):
-        library.load_torchao("fp8_recipe")
+        torchao_package.load_torchao("fp8_recipe")
 
 
 def test_a_torchao_without_a_part_of_it_is_told_as_such():
     with pytest.raises(ConfigError, match=r"QAT needs another torchao .* no torchao\.magic"):
-        library.load_torchao("QAT", "torchao.magic")
+        torchao_package.load_torchao("QAT", "torchao.magic")
 
 
 def test_moving_makes_a_tensor_of_its_own():
