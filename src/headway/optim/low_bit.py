@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from headway.errors import missing_extra
+from headway.errors import ConfigError, missing_extra
 
 # torchao's own limit, which counts one rank's share; here it counts the whole parameter.
 _FEWEST_VALUES = 4096
@@ -35,8 +35,25 @@ def low_bit_class(name: str) -> type[Optimizer]:
 class _LowBit:
     """What is laid over torchao's class."""
 
-    block_size: int
     param_groups: list[dict[str, Any]]
+
+    @property
+    def block_size(self) -> int:
+        """Values of a moment that share a scale."""
+        return self._block_size
+
+    @block_size.setter
+    def block_size(self, given: Any) -> None:
+        # torchao takes any value, and fails in the first step of a parameter that it fits.
+        name = type(self).__name__
+        step = 2 if "4bit" in name else 1  # two values share a byte, and a byte is of one block
+        if isinstance(given, bool) or not isinstance(given, int) or given < step or given % step:
+            kind = "an even number" if step == 2 else "a whole number"
+            raise ConfigError(
+                f"optim_args.block_size: {name} needs {kind} from {step} up, such as 128 or 256, "
+                f"got {given!r}"
+            )
+        self._block_size = given
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         # torchao's own makes the rate a tensor, which every scheduler and log would have to know.

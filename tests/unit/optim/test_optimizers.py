@@ -101,6 +101,21 @@ def test_a_name_and_the_arguments_make_the_optimizer(name, optim_args, cls, sett
         assert isinstance(group["lr"], float), "schedulers and logs get a number"
 
 
+@pytest.mark.parametrize(
+    ("name", "block_size", "says"),
+    [
+        ("adamw_4bit", 7, "an even number from 2 up, .* got 7"),
+        ("adamw_4bit", 0, "an even number from 2 up, .* got 0"),
+        ("adamw_8bit", -4, "a whole number from 1 up, .* got -4"),
+        ("adamw_8bit", 128.0, "a whole number from 1 up, .* got 128.0"),
+        ("adamw_fp8", "256", "a whole number from 1 up, .* got '256'"),
+    ],
+)
+def test_a_block_size_that_torchao_fails_with_is_refused_at_the_start(name, block_size, says):
+    with pytest.raises(ConfigError, match=rf"optim_args\.block_size: AdamW\w+ needs {says}"):
+        build(wide_decoder(), optim=name, optim_args={"block_size": block_size})
+
+
 def test_every_allowed_argument_is_one_of_the_class():
     classes = {
         "adam": torch.optim.Adam,
