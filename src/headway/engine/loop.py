@@ -346,10 +346,13 @@ class TrainingLoop:
     def _on_nonfinite(self, steps: list[int]) -> None:
         action = self.parts.args.nonfinite_action
         which = ", ".join(map(str, steps[:5])) + (" ..." if len(steps) > 5 else "")
-        message = (
-            f"loss or gradient was not finite at step {which}; "
-            f"the update was withheld, the weights are as before"
-        )
+        outcome = "the update was withheld, the weights are as before"
+        if self.parts.args.fuse_optim_with_backward:
+            outcome = (
+                "updates with a gradient that was not finite were withheld; "
+                "fuse_optim_with_backward may have updated other weights before it came"
+            )
+        message = f"loss or gradient was not finite at step {which}; {outcome}"
         if action == "raise":
             raise NonFiniteError(message)
         logger.warning("%s (nonfinite_action=%s)", message, action)

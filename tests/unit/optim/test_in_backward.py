@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from headway import ConfigError, Trainer, TrainerCallback, TrainingArguments
 from headway.data.datasets import SyntheticDataset
 from headway.data.windows import Window
+from headway.engine.loop import NonFiniteError
 from headway.optim.build import build_optimizer
 from headway.optim.in_backward import BackwardSteps
 from headway.strategies.objective import Objective
@@ -211,6 +212,24 @@ def test_a_loss_that_is_not_finite_withholds_the_whole_step():
     assert torch.isfinite(norm), "its gradients are"
     assert torch.equal(model.good, torch.ones(3))
     assert not any(optimizer.state.values())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_error_tells_the_truth_about_the_other_weights(tmp_path, fused):
+    made = []
+
+    def spoilt():
+        made.append(tiny_decoder())
+        made[0].model.embed_tokens.weight.register_hook(lambda gradient: gradient * torch.nan)
+        return made[0]
+
+    with pytest.raises(NonFiniteError, match="not finite at step 1") as caught:
+        run(tmp_path, fused=fused, model_init=spoilt, steps=2, nonfinite_action="raise")
+    torch.manual_seed(0)
+    before = tiny_decoder().lm_head.weight
+    assert torch.equal(made[0].lm_head.weight, before) != fused
+    assert ("the weights are as before" in str(caught.value)) != fused
+    assert ("may have updated other weights" in str(caught.value)) == fused
 
 
 def test_the_flag_of_fused_kernels_withholds_as_well():
