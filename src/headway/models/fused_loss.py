@@ -9,6 +9,7 @@ what a forward gives see the head used, and a sharded head is whole at that mome
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from headway.errors import ConfigError, missing_extra, unknown
 from headway.models.loss import IGNORED_LABEL, chunked_cross_entropy, shift_labels
 from headway.models.norm import compute_dtype
+from headway.precision.quantized import computes_as_its_weight
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,12 @@ class FusedLoss:
         if not isinstance(head, nn.Module) or not isinstance(getattr(head, "weight", None), Tensor):
             self._give_up(
                 f"{type(module).__name__} has no output layer that get_output_embeddings() gives"
+            )
+            return
+        if not computes_as_its_weight(head):
+            self._give_up(
+                f"the output layer became a {type(head).__name__}, and a loss made of its weight "
+                "would pass over what that computes (fp8_exclude and qat_exclude leave it whole)"
             )
             return
         loss = self._factory(head)
@@ -131,11 +139,9 @@ def chunked_loss(head: nn.Module) -> FusedLossFunction:
 
 def liger_loss(head: nn.Module) -> FusedLossFunction:
     """The fused linear cross entropy of liger-kernel; needs a GPU that triton knows."""
-    try:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-    except ImportError as error:
-        raise missing_extra("liger-kernel", "gpu", "fused_loss='liger'") from error
-    fused = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED_LABEL, reduction="sum")
+    fused = _load("liger").LigerFusedLinearCrossEntropyLoss(
+        ignore_index=IGNORED_LABEL, reduction="sum"
+    )
 
     def loss(
         hidden: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None = None
@@ -149,11 +155,7 @@ def liger_loss(head: nn.Module) -> FusedLossFunction:
 
 def cut_cross_entropy_loss(head: nn.Module) -> FusedLossFunction:
     """Apple's cut cross entropy; needs a GPU that triton knows and half precision."""
-    try:
-        from cut_cross_entropy import linear_cross_entropy
-    except ImportError as error:
-        purpose = "fused_loss='cut_cross_entropy'"
-        raise missing_extra("cut-cross-entropy", "gpu", purpose) from error
+    linear_cross_entropy = _load("cut_cross_entropy").linear_cross_entropy
 
     def loss(
         hidden: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None = None
@@ -197,8 +199,30 @@ FACTORIES: dict[str, FusedLossFactory] = {
 }
 
 
-def find_factory(name: str) -> FusedLossFactory:
-    """The factory that the option `fused_loss` names."""
+# Module and package of the losses that somebody else wrote.
+_PACKAGES = {
+    "liger": ("liger_kernel.transformers", "liger-kernel"),
+    "cut_cross_entropy": ("cut_cross_entropy", "cut-cross-entropy"),
+}
+
+
+def _load(name: str) -> Any:
+    module, package = _PACKAGES[name]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise missing_extra(package, "gpu", f"fused_loss={name!r}") from error
+
+
+def find_factory(name: str, device: torch.device) -> FusedLossFactory:
+    """The factory that the option `fused_loss` names, if it can work on this machine."""
     if name not in FACTORIES:
         raise ConfigError("fused_loss: " + unknown("loss", name, tuple(FACTORIES)))
+    if name in _PACKAGES:
+        _load(name)
+        if device.type == "cpu":
+            raise ConfigError(
+                f"fused_loss={name!r} needs a GPU, and this run is on {device}; 'chunked' works "
+                "on every device"
+            )
     return FACTORIES[name]

@@ -158,11 +158,11 @@ def _enable_recomputation(
 
 
 def choose_fused_loss(
-    args: TrainingArguments, factory: FusedLossFactory | None
+    args: TrainingArguments, factory: FusedLossFactory | None, device: torch.device
 ) -> FusedLoss | None:
     """The loss of a given factory, or else the one that the arguments name."""
     if factory is None and args.fused_loss is not None:
-        factory = find_factory(args.fused_loss)
+        factory = find_factory(args.fused_loss, device)
     return None if factory is None else FusedLoss(factory)
 
 

@@ -115,9 +115,10 @@ class Trainer(Checkpointing, Evaluation, LearningRateFinding):
         self.env = distributed_env or detect_env(use_cpu=args.use_cpu, device=args.device)
         args._process_index, args._world_size = self.env.rank, self.env.world_size
         args._local_process_index = self.env.local_rank
-        args._n_gpu = int(torch.device(self.env.device).type == "cuda")
+        device = torch.device(self.env.device)
+        args._n_gpu = int(device.type == "cuda")
         self._check_world()
-        check_arguments(args, model, model_init, torch.device(self.env.device))
+        check_arguments(args, model, model_init, device)
         self.model: nn.Module | None = model
         self.model_init = model_init
         self.data_collator = data_collator
@@ -131,7 +132,7 @@ class Trainer(Checkpointing, Evaluation, LearningRateFinding):
         self._optimizer_groups = optimizer_groups
         self._lr_scheduler_factory = lr_scheduler_factory
         self._enable_activation_checkpoint_fn = enable_activation_checkpoint_fn
-        self._fused_loss = choose_fused_loss(args, fused_loss_factory)
+        self._fused_loss = choose_fused_loss(args, fused_loss_factory, device)
         self._run_config = run_config
         self.state = TrainerState(
             is_world_process_zero=self.env.rank == 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+import types
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from headway import ConfigError, Trainer, TrainingArguments
 from headway.models.fused_loss import chunked_loss
 from headway.models.loss import IGNORED_LABEL, cross_entropy_sum
+from headway.precision import fp8
 from headway.testing import tiny_dataset, tiny_decoder, tiny_llama
 
 
@@ -130,6 +132,33 @@ def test_a_model_that_does_not_lend_itself_keeps_its_own_loss(tmp_path, caplog, 
     assert [reason in record.message for record in caplog.records].count(True) == 1
 
 
+@pytest.mark.parametrize(
+    ("make", "kind", "arguments"),
+    [
+        (tiny_decoder, "FakeQuantizedLinear", {"qat_recipe": "int8-dynamic-act-int4-weight"}),
+        (tiny_llama, "Float8Linear", {"fp8_recipe": "tensorwise", "fp8_dim_alignment": 0}),
+    ],
+)
+def test_a_head_in_few_bits_is_not_passed_over(tmp_path, caplog, make, kind, arguments):
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    model = make()
+    option = "qat_exclude" if "qat_recipe" in arguments else "fp8_exclude"
+    with fp8.on_any_device():
+        plain, _ = train(tmp_path / "a", copy.deepcopy(model), **arguments, **{option: []})
+        fused, trainer = train(
+            tmp_path / "b", copy.deepcopy(model), fused_loss="chunked", **arguments, **{option: []}
+        )
+        assert type(trainer.model.lm_head).__name__ == kind
+        assert fused == plain, "the head computes as it does in evaluations"
+        told = [record.message for record in caplog.records if "fused loss" in record.message]
+        assert len(told) == 1 and kind in told[0] and option in told[0]
+        # With a head that stays whole, as it does by default, it is used.
+        counting = Counting()
+        train(tmp_path / "c", model, fused_loss_factory=counting, **arguments)
+    assert len(counting.shapes) == 8
+
+
 def test_losses_that_are_not_there(tmp_path, monkeypatch):
     for module in ("liger_kernel", "liger_kernel.transformers", "cut_cross_entropy"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -138,5 +167,8 @@ def test_losses_that_are_not_there(tmp_path, monkeypatch):
     for name, package in (("liger", "liger-kernel"), ("cut_cross_entropy", "cut-cross-entropy")):
         with pytest.raises(ConfigError, match=rf"{package}.*headway\[gpu\]"):
             train(tmp_path, tiny_decoder(), fused_loss=name)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", types.ModuleType("liger"))
+    with pytest.raises(ConfigError, match=r"'liger' needs a GPU.* on cpu; 'chunked' works"):
+        train(tmp_path, tiny_decoder(), fused_loss="liger")
     with pytest.raises(ConfigError, match="must return a function"):
         train(tmp_path, tiny_decoder(), fused_loss_factory=lambda head: 3)
