@@ -22,7 +22,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from headway.errors import ConfigError
+from headway.config.components import load_target
+from headway.errors import ConfigError, unknown
 from headway.strategies.blocks import search_blocks
 from headway.strategies.forwards import forward_of, leave_out_cache, stand_in
 
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 BLOCK, SELECTIVE = "block", "selective"
 _EVERY = re.compile(r"every_(\d+)")
+_OPTION = "gradient_checkpointing_kwargs"
+_DETERMINISM_CHECKS = ("default", "none")
 
 # Products of matrices and attention: most of a block's time, and only a part of its memory.
 _KEPT_NAMES = (
@@ -60,7 +63,7 @@ def enable(
 
     `options` are torch's for checkpointing. `may_lack_blocks`: a part may have none to recompute.
     """
-    given = {"use_reentrant": False, **(options or {})}
+    given = {"use_reentrant": False, **check_options(options or {})}
     leave_out_cache(module)
     if policy == BLOCK and _switch_on(module, given):
         return
@@ -75,7 +78,7 @@ def enable(
         )
     if given["use_reentrant"]:
         raise ConfigError(
-            "gradient_checkpointing_kwargs: use_reentrant=True is only for models that switch "
+            f"{_OPTION}: use_reentrant=True is only for models that switch "
             f"recomputation on by themselves, and for policy {BLOCK!r}; leave it out"
         )
     if policy == SELECTIVE:
@@ -87,6 +90,59 @@ def enable(
         plain = forward_of(block)
         stand_in(block, made.setdefault(plain, _recomputing(plain, given)))
     logger.info("gradient_checkpointing: %s, %d of %d blocks", policy, len(chosen), len(blocks))
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`gradient_checkpointing_kwargs` as torch takes them; `ConfigError` for what it would not.
+
+    A run file names a `context_fn` by its dotted path.
+    """
+    found = dict(options)
+    problems = [
+        f"{_OPTION}.{name} must be True or False, got {found[name]!r}"
+        for name in ("preserve_rng_state", "use_reentrant")
+        if name in found and not isinstance(found[name], bool)
+    ]
+    checks = found.get("determinism_check", "default")
+    if checks not in _DETERMINISM_CHECKS:
+        problems.append(f"{_OPTION}: {unknown('determinism_check', checks, _DETERMINISM_CHECKS)}")
+    if "context_fn" in found:
+        try:
+            found["context_fn"] = _find_contexts(found["context_fn"])
+        except ConfigError as error:
+            problems += error.problems
+        if found.get("use_reentrant") is True:
+            problems.append(
+                f"{_OPTION}: context_fn cannot be used with use_reentrant=True; leave one out"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _find_contexts(given: Any) -> Callable[[], Any]:
+    """The function that `context_fn` is, or names."""
+    where = f"{_OPTION}.context_fn"
+    wanted = "a function without arguments that returns two contexts, or its dotted path"
+    function = given
+    if isinstance(given, str) and "." in given:
+        try:
+            function = load_target(given, where)
+        except ConfigError as error:
+            raise ConfigError([f"{where}: {problem}" for problem in error.problems]) from error
+    if not callable(function):
+        raise ConfigError(
+            f"{where} must be {wanted} ('package.module.function'), got {given!r}; "
+            "gradient_checkpointing_policy='selective' keeps products and attention without one"
+        )
+    try:
+        forward, again = function()
+        fits = all(hasattr(context, "__enter__") for context in (forward, again))
+    except Exception as error:
+        raise ConfigError(f"{where}={given!r}: calling it failed: {error}") from error
+    if not fits:
+        raise ConfigError(f"{where} must be {wanted}; {given!r} returns {forward!r} and {again!r}")
+    return function  # type: ignore[no-any-return]
 
 
 def _switch_on(module: nn.Module, options: dict[str, Any]) -> bool:

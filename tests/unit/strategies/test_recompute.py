@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import types
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from headway.errors import ConfigError
 from headway.strategies.forwards import put_back
@@ -156,6 +159,44 @@ def test_options_reach_the_models_own_switch():
     enable(model, options={"determinism_check": "none"})
     assert model.model.checkpointing["determinism_check"] == "none"
     assert model.model.checkpointing["use_reentrant"] is False
+
+
+def keep_products():
+    aten = torch.ops.aten
+    return create_selective_checkpoint_contexts([aten.mm.default, aten.addmm.default])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_context_function_can_be_named(kind, monkeypatch):
+    monkeypatch.setitem(sys.modules, "own_contexts", types.ModuleType("own_contexts"))
+    sys.modules["own_contexts"].keep = keep_products
+    torch.manual_seed(0)
+    plain = MODELS[kind]()
+    given, named = copy.deepcopy(plain), copy.deepcopy(plain)
+    enable(given, options={"context_fn": keep_products})
+    enable(named, options={"context_fn": "own_contexts.keep"})
+    sizes = [measure(model)[2] for model in (given, named)]
+    enable(plain)
+    assert sizes[0] == sizes[1] > measure(plain)[2], "it says what is kept"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"context_fn": "a string"}, r"context_fn must be a function .* got 'a string'"),
+        ({"context_fn": "torch.utils.chekpoint.x"}, r"context_fn: .* has no 'chekpoint'; did you"),
+        ({"context_fn": "no_such_module.f"}, r"context_fn: no module named 'no_such_module'"),
+        ({"context_fn": 3}, r"context_fn must be a function .* got 3"),
+        ({"context_fn": "os.getcwd"}, r"context_fn='os.getcwd': calling it failed"),
+        ({"context_fn": lambda: (1, 2)}, r"context_fn must be .* returns 1 and 2"),
+        ({"context_fn": keep_products, "use_reentrant": True}, r"context_fn cannot be used with"),
+        ({"determinism_check": "defalt"}, r"determinism_check 'defalt'; did you mean 'default'"),
+        ({"preserve_rng_state": "no"}, r"preserve_rng_state must be True or False, got 'no'"),
+    ],
+)
+def test_options_that_torch_would_fail_on_are_refused(options, says):
+    with pytest.raises(ConfigError, match=rf"gradient_checkpointing_kwargs.*{says}"):
+        enable(tiny_decoder(), options=options)
 
 
 def losses_of(folder, **arguments):
