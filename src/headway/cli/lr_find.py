@@ -189,10 +189,11 @@ def _print(result: LRFinderResult, run_config: RunConfig) -> None:
         rows.append(("suggestion", f"none: {result.reason}"))
     else:
         rows.append(("suggestion", f"{result.suggested_lr:.2e}"))
-    tried = f"{result.lrs[0]:.2e} to {result.lrs[-1]:.2e}" if result.lrs else "none"
-    early = sorted({run.stopped for run in result.runs if run.stopped is not None})
-    words = {"diverged": "the loss ran away", "nonfinite": "the loss was no number"}
-    rows.append(("tried", tried + "".join(f"; {words[reason]} there" for reason in early)))
+    if result.lrs:
+        tried = f"{result.lrs[0]:.2e} to {result.lrs[-1]:.2e}"
+        early = sorted({run.stopped for run in result.runs if run.stopped is not None})
+        words = {"diverged": "the loss ran away", "nonfinite": "the loss was no number"}
+        rows.append(("tried", tried + "".join(f"; {words[reason]} there" for reason in early)))
     rows.append(("configured", f"{run_config.args.learning_rate:.2e} (args.learning_rate)"))
     print_table(rows)
 

@@ -57,6 +57,8 @@ class LRFinderResult:
         lrs = runs[0].lrs[:length]
         losses = _mean([run.losses for run in runs], length)
         found = suggest(lrs, losses)
+        if not length:
+            found = Suggestions(reason=_say_not_finite(runs))
         each = [found] if len(runs) == 1 else [suggest(run.lrs, run.losses) for run in runs]
         return cls(
             lrs,
@@ -91,6 +93,16 @@ class LRFinderResult:
 
 def _mean(curves: Sequence[Sequence[float]], length: int) -> list[float]:
     return [sum(curve[n] for curve in curves) / len(curves) for n in range(length)]
+
+
+def _say_not_finite(runs: Sequence[RangeTest]) -> str:
+    """Of tests of which one had not a single loss."""
+    rate = next(run.stopped_lr for run in runs if not run.lrs)
+    return (
+        f"the loss is not finite at the smallest rate tried ({rate:.3g}), or its gradient is not; "
+        "that is before any step, so no learning rate can help: look at the model, its precision "
+        "and the data"
+    )
 
 
 def _spread(each: Sequence[Suggestions]) -> dict[str, tuple[float, float]]:

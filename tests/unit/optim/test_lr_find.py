@@ -204,6 +204,17 @@ def test_no_suggestion_for_a_model_that_does_not_learn() -> None:
     assert result.reason is not None and "never fell" in result.reason
 
 
+def test_a_loss_that_is_no_number_from_the_start_is_told_as_that(tmp_path: Path) -> None:
+    broken = nn.Linear(2, 1)
+    nn.init.constant_(broken.weight, math.nan)
+    result = lr_find(
+        broken, [torch.ones(1, 2)], loss_fn=lambda m, b, outputs: outputs.sum(), start_lr=1e-6
+    )
+    assert (result.lrs, result.suggested_lr) == ([], None)
+    assert str(result.reason).startswith("the loss is not finite at the smallest rate tried (1e-06")
+    result.plot(tmp_path / "nothing.png")
+
+
 def test_it_stops_where_the_loss_explodes() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 4)

@@ -132,6 +132,56 @@ def test_no_suggestion_where_the_loss_never_fell(losses: list[float]) -> None:
     assert found.reason is not None and "never fell" in found.reason
 
 
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [5.0, 2.0, 1.0, *[0.9] * 60],
+        [5.0, 3.0, 2.0, 1.0, 1.0, 1.1, 2.0, 4.0, 9.0],
+        [*np.linspace(5, 1, 5), 30.0],
+        [*[5.0] * 5, 4.9, 4.5, 3.0, 1.0, 2.0, 5.0, 13.0],
+        [3.0, 2.0, 1.0, *np.linspace(2, 99, 97)],
+    ],
+    ids=["at once", "nine rates", "and runs away", "late and steep", "to one loss"],
+)
+def test_a_fall_of_few_points_is_a_fall(losses: list[float]) -> None:
+    found = suggest(RATES[: len(losses)], losses)
+    assert found.reason is None and found.suggested_lr is not None
+    assert RATES[0] <= found.suggested_lr <= RATES[int(np.argmin(losses))]
+
+
+def unimodal(generator: np.random.Generator, num_points: int) -> list[float]:
+    """Losses that may be level for a while, fall by a factor of 1.5 to 100, and may rise again."""
+    first, length = generator.integers(0, num_points // 2), generator.integers(4, num_points // 3)
+    part = np.clip((np.arange(num_points) - first) / length, 0, 1)
+    height = 10 ** generator.uniform(math.log10(1.5), 2)
+    losses = height - (height - 1) * part ** generator.choice([0.5, 1.0, 2.0])
+    bottom = first + length + generator.integers(1, num_points // 4)
+    away = np.exp(np.maximum(0, np.arange(num_points) - bottom) * generator.uniform(0.1, 1)) - 1
+    losses += away * generator.integers(0, 2)
+    scale = 10 ** generator.uniform(-3, 3)
+    return list(scale * losses[: max(bottom + 2, np.count_nonzero(losses < 4 * height))])
+
+
+@pytest.mark.parametrize("num_points", [20, 40, 100])
+def test_every_clear_fall_gets_a_suggestion(num_points: int) -> None:
+    generator, rates = np.random.default_rng(0), np.logspace(-7, 0, num_points)
+    for _ in range(150):
+        losses = unimodal(generator, num_points)
+        found = suggest(rates[: len(losses)], losses)
+        assert found.suggested_lr is not None, (losses, found.reason)
+        assert found.suggested_lr <= rates[max(np.flatnonzero(losses == np.min(losses)))]
+
+
+@pytest.mark.parametrize("num_points", [5, 10, 40, 100])
+def test_no_rise_gets_a_suggestion(num_points: int) -> None:
+    generator, rates = np.random.default_rng(0), np.logspace(-7, 0, num_points)
+    for _ in range(150):
+        steps = np.where(generator.random(num_points) < generator.random(), 0.0, 1.0)
+        steps *= 10 ** generator.uniform(-3, 3, num_points)
+        found = suggest(rates, generator.uniform(-5, 5) + np.cumsum(steps))
+        assert found.suggested_lr is None and "never fell" in str(found.reason)
+
+
 def test_noise_is_not_taken_for_a_fall() -> None:
     generator = np.random.default_rng(0)
     normal = [suggest(RATES, 3 + 0.3 * generator.standard_normal(100)) for _ in range(200)]
