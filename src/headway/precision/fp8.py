@@ -21,6 +21,11 @@ from headway.precision.torchao_package import load_torchao, torchao_version
 logger = logging.getLogger(__name__)
 
 RECIPES = ("rowwise", "rowwise_with_gw_hp", "tensorwise")
+TOKEN_MULTIPLE = 16
+"""The gradient of a weight is a product over all tokens of a micro-batch. In eight bits the device
+makes it only of a multiple of this number of them; torchao would pad only with copies of them all.
+"""
+_WHOLE_WEIGHT_GRADIENTS = ("rowwise_with_gw_hp",)
 LEAST_CAPABILITY = (8, 9)
 # Fails for inputs of more than two dimensions, which are those of every language model.
 _BROKEN = {("rowwise_with_gw_hp", "0.16.0")}
@@ -52,6 +57,11 @@ def check(recipe: str, device: torch.device) -> None:
             f"fp8_recipe={recipe!r} fails in torchao {version} for inputs of more than two "
             "dimensions; install another version, or use 'rowwise' or 'tensorwise'"
         )
+
+
+def limits_tokens(recipe: str, device: torch.device) -> bool:
+    """Whether micro-batches need a multiple of `TOKEN_MULTIPLE` tokens."""
+    return device.type == "cuda" and recipe not in _WHOLE_WEIGHT_GRADIENTS
 
 
 def _check_device(recipe: str, device: torch.device) -> None:

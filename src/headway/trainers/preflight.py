@@ -1,13 +1,16 @@
 """Checks on model, data and place together, before the first step.
 
 Owns mistakes that only show when these are there: ids outside the vocabulary, sequences longer than
-the model takes, a folder that cannot be written. Does not own the arguments' own rules (config).
+the model takes, batches of a shape that a precision cannot take, a folder that cannot be written.
+Does not own the arguments' own rules (config).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from headway.args import PipelineTrainingArguments, TrainingArguments
 from headway.data.loader import WindowLoader
 from headway.errors import ConfigError
+from headway.precision import fp8
+from headway.trainers.plan import RunPlan, sample_length
+
+logger = logging.getLogger(__name__)
 
 # An in-memory list is looked at whole up to here; larger data declares what it needs.
 _MOST_SAMPLES_SCANNED = 10_000
@@ -156,3 +164,63 @@ def _length_problem(option: str, length: int, positions: int, index: int | None 
         f"{option}: {where} sequences of {length} tokens, but the model takes at most "
         f"{positions}; shorten sequence_length or raise the model's max_seq_len"
     )
+
+
+def check_fp8_tokens(
+    args: TrainingArguments, loader: WindowLoader, collate: Any, plan: RunPlan, device: torch.device
+) -> None:
+    """Refuse micro-batches of which FP8 cannot make the gradient of a weight.
+
+    `collate` is what the user gave. Data that does not tell its length can only be warned of.
+    """
+    if args.fp8_recipe is None or not fp8.limits_tokens(args.fp8_recipe, device):
+        return
+    multiple = fp8.TOKEN_MULTIPLE
+    padding = getattr(collate, "pad_to_multiple_of", None) or 1
+    cure = f"PadCollator(pad_to_multiple_of={multiple}) or fp8_recipe='rowwise_with_gw_hp' helps"
+    needs = f"fp8_recipe={args.fp8_recipe!r} needs a multiple of {multiple} tokens in a micro-batch"
+    length = sample_length(loader.dataset) or _equal_length(loader.dataset)
+    if length is None:
+        if padding % multiple:
+            logger.warning("%s, and train_dataset does not tell its length; %s", needs, cure)
+        return
+    width = -(-length // padding) * padding
+    pipeline = args if isinstance(args, PipelineTrainingArguments) else None
+    pieces = 1 if pipeline is None else pipeline.n_microbatches
+    full = args.per_device_train_batch_size
+    if full * width // pieces % multiple:
+        raise ConfigError(
+            f"{needs}; {full} samples of {width} tokens are {full * width // pieces}"
+            + (f" in each of {pieces} parts" if pieces > 1 else "")
+            + f". Change per_device_train_batch_size, or {cure}"
+        )
+    # A pipeline fills its last batch up.
+    last = _last_sizes(loader, plan) if pipeline is None else []
+    odd = [size for size in last if size * width % multiple]
+    if odd:
+        raise ConfigError(
+            f"{needs}; the last one of an epoch has {odd[0]} samples of {width} tokens, "
+            f"{odd[0] * width}. Set dataloader_drop_last=True, or {cure}"
+        )
+
+
+def _equal_length(dataset: Any) -> int | None:
+    """Tokens in every sample of a list, where they are equally many."""
+    if not isinstance(dataset, list | tuple) or len(dataset) > _MOST_SAMPLES_SCANNED:
+        return None
+    found = {
+        len(sample["input_ids"]) if isinstance(sample, Mapping) and "input_ids" in sample else None
+        for sample in dataset
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _last_sizes(loader: WindowLoader, plan: RunPlan) -> list[int]:
+    """Micro-batches of the last window of an epoch on all ranks, if the run comes to it."""
+    reached = plan.expected_steps is None or plan.expected_steps >= plan.steps_per_epoch
+    if loader.num_samples is None or not reached:
+        return []
+    deal = loader.deal
+    rest = deal.usable(loader.num_samples) % deal.window_samples
+    ranks = (replace(deal, rank=rank) for rank in range(deal.world_size))
+    return [size for own in ranks for size in own.split(rest)[1]]

@@ -55,7 +55,7 @@ from headway.trainers.lr_find import LearningRateFinding
 from headway.trainers.model import flops_per_token
 from headway.trainers.outputs import RunStart, TrainOutput
 from headway.trainers.plan import RunPlan, accumulation_steps, has_length, plan_run
-from headway.trainers.preflight import GuardedCollator, check_data_fits
+from headway.trainers.preflight import GuardedCollator, check_data_fits, check_fp8_tokens
 from headway.trainers.preparation import (
     check_arguments,
     choose_fused_loss,
@@ -386,6 +386,7 @@ class Trainer(Checkpointing, Evaluation, LearningRateFinding):
             self._eval_loader = self._loader(self.eval_dataset, "eval_dataset")
         shares, ranks = self.strategy.data_shard().world_size, self._ranks()
         plan = plan_run(self.args, loader, shares, lambda own: max(ranks.exchange(own)))
+        check_fp8_tokens(self.args, loader, self.data_collator, plan, self.strategy.device)
         self._prepare_optimizer(plan)
         plan.describe(self.state, self.args)
         self.bus.kwargs.update(train_dataloader=loader, eval_dataloader=self._eval_loader)

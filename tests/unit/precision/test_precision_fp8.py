@@ -13,11 +13,15 @@ from torch import Tensor, nn
 pytest.importorskip("torchao")
 
 from headway import Trainer, TrainingArguments
-from headway.args import HEAD_LAYERS
+from headway.args import HEAD_LAYERS, PipelineTrainingArguments
 from headway.checkpoint.tensors import read_shards
+from headway.data.collate import PadCollator
+from headway.data.loader import WindowLoader
 from headway.errors import ConfigError
 from headway.precision import fp8
 from headway.testing import tiny_dataset, tiny_decoder, tiny_trainer
+from headway.trainers.plan import plan_run
+from headway.trainers.preflight import check_fp8_tokens
 
 CPU = torch.device("cpu")
 E4M3_MAX = 448.0
@@ -182,6 +186,52 @@ def test_a_version_that_fails_is_refused(monkeypatch, anywhere):
 def test_an_unknown_recipe_has_a_nearest_name(anywhere):
     with pytest.raises(ConfigError, match="did you mean 'tensorwise'"):
         fp8.check("tensorwize", CPU)
+
+
+def check_tokens(
+    length: int | None,
+    collate: Any = None,
+    *,
+    num_samples: int = 8,
+    device: str = "cuda",
+    cls: type[TrainingArguments] = TrainingArguments,
+    **arguments: Any,
+) -> None:
+    args = cls(**{"fp8_recipe": "rowwise", "per_device_train_batch_size": 2, **arguments})
+    data: Any = [{"input_ids": [1] * n} for n in range(1, num_samples + 1)]
+    if length is not None:
+        data = tiny_dataset(num_samples, sequence_length=length)
+    size, drop_last = args.per_device_train_batch_size, args.dataloader_drop_last
+    loader = WindowLoader(data, batch_size=size, drop_last=drop_last)
+    check_fp8_tokens(args, loader, collate, plan_run(args, loader, 1), torch.device(device))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_a_number_of_tokens_that_the_device_cannot_take_is_refused(recipe):
+    with pytest.raises(ConfigError, match=r"2 samples of 12 tokens are 24\. Change per_device"):
+        check_tokens(12, fp8_recipe=recipe)
+
+
+def test_tokens_are_counted_as_the_batches_will_be(caplog):
+    check_tokens(8)
+    check_tokens(12, fp8_recipe="rowwise_with_gw_hp")
+    check_tokens(12, device="cpu")
+    check_tokens(12, per_device_train_batch_size=4)
+    check_tokens(12, PadCollator(pad_to_multiple_of=8))
+    with pytest.raises(ConfigError, match="the last one of an epoch has 1 samples of 8 tokens"):
+        check_tokens(8, num_samples=9)
+    check_tokens(8, num_samples=9, dataloader_drop_last=True)
+    check_tokens(8, num_samples=9, max_steps=4)
+    sizes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+    pieces: dict[str, Any] = {"cls": PipelineTrainingArguments, **sizes}
+    with pytest.raises(ConfigError, match="4 samples of 8 tokens are 8 in each of 4 parts"):
+        check_tokens(8, **pieces)
+    check_tokens(16, num_samples=9, **pieces)
+    check_tokens(None, PadCollator(pad_to_multiple_of=32))
+    assert not caplog.records
+    check_tokens(None)
+    assert "needs a multiple of 16 tokens in a micro-batch" in caplog.text
+    assert "does not tell its length; PadCollator(pad_to_multiple_of=16)" in caplog.text
 
 
 # -- runs -------------------------------------------------------------------------------------
