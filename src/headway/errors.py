@@ -1,14 +1,14 @@
 """The errors Headway raises for a user's mistake, and the wording they share.
 
-Owns: `ConfigError`, which errors count as a user's mistake, did-you-mean hints, the message for an
-absent extra.
+Owns: `ConfigError`, several of them as one, which errors count as a user's mistake, did-you-mean
+hints, the message for an absent extra.
 Does not own: where in a file a mistake stands (config/), nor how it is printed (cli/).
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class ConfigError(ValueError):
@@ -20,6 +20,18 @@ class ConfigError(ValueError):
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
+
+
+def check_all(*checks: Callable[[], object]) -> None:
+    """Call each check, and raise what they found in one `ConfigError`, the same thing once."""
+    problems: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
 
 
 OUT_OF_PLACE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)

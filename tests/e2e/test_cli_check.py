@@ -147,6 +147,45 @@ MISTAKES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
+# What only this machine, or the model together with it, can tell.
+REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    (
+        {"torch_compile": True, "torch_compile_backend": "indutcor"},
+        ("torch_compile_backend", "did you mean 'inductor'"),
+    ),
+    ({"fp8_recipe": "rowwise"}, ("fp8_recipe='rowwise' needs a CUDA device", "is on cpu")),
+    ({"fused_loss": "liger"}, ("fused_loss='liger' needs",)),
+    ({"sdpa_backend": "cudnn"}, ("sdpa_backend='cudnn' cannot run on cpu", "what can: ")),
+    ({"qat_recipe": "int4-weight-only"}, ("qat_recipe", "no multiple of the group size 128")),
+    (
+        {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"context_fn": "a string"},
+        },
+        ("gradient_checkpointing_kwargs.context_fn", "got 'a string'"),
+    ),
+    (
+        {"optim": "adamw_4bit", "optim_args": {"block_size": 7}},
+        ("optim_args.block_size", "an even number", "got 7"),
+    ),
+]
+MISTAKES += [(next(iter(args)), {"args": {**GOOD["args"], **args}}, says) for args, says in REFUSED]
+
+
+def test_check_says_all_at_once_and_writes_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compatible = [(args, says) for args, says in REFUSED[:-1] if "fp8_recipe" not in args]
+    together = {name: value for args, _ in compatible for name, value in args.items()}
+    run = write(here, args={**GOOD["args"], **together})
+    before = sorted(here.iterdir())
+    assert main(["check", run]) == 2
+    err = capsys.readouterr().err
+    for _, says in compatible:
+        assert all(words in err for words in says), says
+    assert sorted(path for path in here.iterdir() if path.name != "__pycache__") == before
+
+
 @pytest.mark.parametrize("verb", ["check", "train"])
 @pytest.mark.parametrize(("name", "change", "says"), MISTAKES, ids=[m[0] for m in MISTAKES])
 def test_check_and_train_refuse_the_same(

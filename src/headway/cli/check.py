@@ -1,8 +1,8 @@
 """`headway check CONFIG`: everything about a run that can be known without training it.
 
-Builds the model on the meta device, opens the data, tries one forward pass without values, and
-prints steps, tokens, parameters, memory, the size of a checkpoint and the first sample. Writes
-nothing.
+Builds the model on the meta device, opens the data, tries one forward pass without values, asks
+this machine for what the run needs (compiler, precision, losses, attention kernels), and prints
+steps, tokens, parameters, memory, the size of a checkpoint and the first sample. Writes nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headway.config.schema import RunConfig
+    from headway.data.loader import WindowLoader
+    from headway.trainers.plan import RunPlan
 
 TAKES_OVERRIDES = True
 _SHOWN_IDS = 16
@@ -45,7 +47,6 @@ def examine(run_config: RunConfig) -> dict[str, Any]:
     from headway.optim.build import build_scheduler
     from headway.trainers import from_config
     from headway.trainers.plan import accumulation_steps, has_length, plan_run, sample_length
-    from headway.trainers.preflight import check_data_fits
 
     args = run_config.args
     from_config.check_output_dir(args.output_dir)
@@ -64,15 +65,9 @@ def examine(run_config: RunConfig) -> dict[str, Any]:
         drop_last=args.dataloader_drop_last,
         epoch_batches=None if has_length(train) else args.epoch_train_steps * accumulation,
     )
-    check_data_fits(model, loader, "data.train")
-    if held_out is not None:
-        eval_loader = WindowLoader(
-            held_out, batch_size=args.per_device_eval_batch_size, collate_fn=collator
-        )
-        check_data_fits(model, eval_loader, "data.eval")
     first = next(WindowLoader(train, batch_size=1, collate_fn=collator, shuffle=False).batches())
-    not_tried = _try_forward(model, first)
     plan = plan_run(args, loader, 1)
+    not_tried = _find_problems(run_config, model, loader, held_out, collator, plan, first)
     optimizer, scheduler = from_config.build_optimizer_and_scheduler(run_config, model)
     if scheduler is None:
         build_scheduler(
@@ -108,6 +103,48 @@ def examine(run_config: RunConfig) -> dict[str, Any]:
         "not_built_on_meta": not_meta,
         "forward_not_tried": not_tried,
     }
+
+
+def _find_problems(
+    run_config: RunConfig,
+    model: Any,
+    loader: WindowLoader,
+    held_out: Any,
+    collator: Any,
+    plan: RunPlan,
+    batch: Any,
+) -> str | None:
+    """Raise one ConfigError with all that training would refuse of model, data and machine.
+
+    Returns why the forward pass was not tried. The model is changed as training would change it.
+    """
+    import torch
+
+    from headway.data.loader import WindowLoader
+    from headway.dist.env import detect_env
+    from headway.errors import check_all
+    from headway.trainers.from_config import build_model_init
+    from headway.trainers.preflight import check_data_fits, check_fp8_tokens
+    from headway.trainers.rehearsal import rehearse
+
+    args, tried = run_config.args, []
+    device = torch.device(detect_env(use_cpu=args.use_cpu, device=args.device).device)
+
+    def check_eval_data() -> None:
+        if held_out is not None:
+            size = args.per_device_eval_batch_size
+            held_out_loader = WindowLoader(held_out, batch_size=size, collate_fn=collator)
+            check_data_fits(model, held_out_loader, "data.eval")
+
+    check_all(
+        lambda: check_data_fits(model, loader, "data.train"),
+        check_eval_data,
+        lambda: tried.append(_try_forward(model, batch)),
+        lambda: check_fp8_tokens(args, loader, collator, plan, device),
+        # After the forward pass, which changed layers do not make without values.
+        lambda: rehearse(args, model, build_model_init(run_config), device),
+    )
+    return tried[0]
 
 
 def _register(args: Any, callbacks: Any) -> None:

@@ -23,7 +23,8 @@ from headway.config.schema import Component, RunConfig
 from headway.data.tokenizer import Tokenizer, load_tokenizer
 from headway.errors import ConfigError, missing_extra
 from headway.models.initial import blank_causal_lm
-from headway.optim.build import build_optimizer
+from headway.optim.build import build_optimizer, check_scheduler
+from headway.optim.group_schedules import refuse_group_schedules
 from headway.strategies.source import construct
 from headway.trainers.parallel import (
     AccelTrainer,
@@ -126,7 +127,12 @@ def build_optimizer_and_scheduler(run: RunConfig, model: nn.Module) -> tuple[Opt
         groups=build_groups(run),
     )
     make_scheduler = _factory(run.lr_scheduler, "lr_scheduler", "optimizer")
-    return optimizer, None if make_scheduler is None else make_scheduler(optimizer)
+    if make_scheduler is None:
+        return optimizer, None
+    refuse_group_schedules(optimizer.param_groups)
+    scheduler = make_scheduler(optimizer)
+    check_scheduler(scheduler)
+    return optimizer, scheduler
 
 
 def check_output_dir(output_dir: str | os.PathLike[str]) -> None:

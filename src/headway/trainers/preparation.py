@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 
 from headway.args import TrainingArguments
-from headway.errors import ConfigError
+from headway.errors import ConfigError, check_all
 from headway.models.fused_loss import FusedLoss, FusedLossFactory, find_factory
 from headway.precision import fp8, qat
 from headway.precision.amp import Context, autocast
@@ -38,6 +39,18 @@ def check_arguments(
     device: torch.device,
 ) -> None:
     """Refuse what only torch, the device or the given model can tell, before anything is built."""
+    checks: list[Callable[[], object]] = [lambda: _check_place(args, model, model_init)]
+    recipe, compiling = args.fp8_recipe, CompileOptions.from_args(args)
+    if recipe is not None:
+        checks.append(lambda: fp8.check(recipe, device))
+    if compiling is not None:
+        checks.append(lambda: compiling.check(device))
+    check_all(*checks)
+
+
+def _check_place(
+    args: TrainingArguments, model: nn.Module | None, model_init: Callable[[], nn.Module] | None
+) -> None:
     place = args.construct_model_on
     if place != "default" and args.strategy_name != "pipeline":
         if model_init is None:
@@ -49,11 +62,6 @@ def check_arguments(
                 f"construct_model_on={place!r} takes model_init and no ready model, which would "
                 "be used as it is"
             )
-    if args.fp8_recipe is not None:
-        fp8.check(args.fp8_recipe, device)
-    compiling = CompileOptions.from_args(args)
-    if compiling is not None:
-        compiling.check(device)
 
 
 def model_source(
@@ -106,11 +114,30 @@ def _prepare(
     recompute: Recompute | None,
     fused_loss: FusedLoss | None,
 ) -> None:
-    """Layers first, then how they are called: what is compiled is all that came before."""
-    is_part = args.strategy_name == "pipeline"
     put_back(module)
+    for change in changes(module, args, rank, device, recompute, fused_loss):
+        change()
+    compiling = CompileOptions.from_args(args)
+    if compiling is not None:
+        compile_module(module, compiling, is_part=args.strategy_name == "pipeline")
+
+
+def changes(
+    module: nn.Module,
+    args: TrainingArguments,
+    rank: int,
+    device: torch.device,
+    recompute: Recompute | None,
+    fused_loss: FusedLoss | None,
+) -> Iterator[Callable[[], object]]:
+    """What is done to a module, one after the other; each refuses what it cannot do.
+
+    Layers first, then how they are called. Compilation, which comes after all of them, is not here.
+    """
+    is_part = args.strategy_name == "pipeline"
     if args.fp8_recipe is not None:
-        fp8.convert(
+        yield partial(
+            fp8.convert,
             module,
             args.fp8_recipe,
             args.fp8_dim_alignment,
@@ -119,7 +146,8 @@ def _prepare(
             is_part=is_part,
         )
     if args.qat_recipe is not None:
-        qat.prepare(
+        yield partial(
+            qat.prepare,
             module,
             args.qat_recipe,
             group_size=args.qat_group_size,
@@ -127,14 +155,11 @@ def _prepare(
             is_part=is_part,
         )
     if fused_loss is not None:
-        fused_loss.install(module)
+        yield partial(fused_loss.install, module)
     if args.enable_activation_offloading:
-        refuse_flex_attention(module)
+        yield partial(refuse_flex_attention, module)
     if args.gradient_checkpointing:
-        _enable_recomputation(module, args, rank, recompute, is_part=is_part)
-    compiling = CompileOptions.from_args(args)
-    if compiling is not None:
-        compile_module(module, compiling, is_part=is_part)
+        yield partial(_enable_recomputation, module, args, rank, recompute, is_part=is_part)
 
 
 def _enable_recomputation(
