@@ -294,7 +294,8 @@ class _Supervisor:
 
     def _tend(self) -> None:
         self._pass_on_stop()
-        bad = [end for end in read_ends(self._folder) if end.code not in (0, 130, 143)]
+        ends = [end for end in read_ends(self._folder) if not end.is_answer]
+        bad = [end for end in ends if end.code not in (0, 130, 143)]
         if not bad:
             return
         if self._first_bad_end is None or self._first_bad_end[0] != bad[0].attempt:
@@ -321,6 +322,8 @@ class _Supervisor:
             return 128 + self._stop
         ends = read_ends(self._folder)
         answer = choose_code(ends, code)
+        if code == 0 and all(end.is_answer for end in ends):
+            return answer  # whatever it is, the ranks have told what it stands for
         if answer == 1:
             # Again and last: torchrun's own report stands between this and the first time.
             told = [end.reason for end in sorted(ends, key=lambda end: not end.victim)]

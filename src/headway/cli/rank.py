@@ -49,12 +49,12 @@ def run_as_rank(load: Callable[[], tuple[Job, dict[str, Any]]], work: Callable[[
     note_start()
     _watch_launcher(env.rank)
     _lower_voice(env.rank)
-    reason, victim = "", False
+    reason, victim, is_answer = "", False, False
     try:
-        code = _work(load, work)
+        code, is_answer = _work(load, work), True
     except BaseException as error:
         code, reason, victim = _tell(error, env.rank)
-    return _end(code, reason, victim)
+    return _end(code, reason, victim, is_answer)
 
 
 def _watch_launcher(rank: int) -> None:
@@ -134,20 +134,21 @@ def _tell(error: BaseException, rank: int) -> tuple[int, str, bool]:
     return code, watch.failure.describe(watch.world_size), watch.failure.rank != rank
 
 
-def _end(code: int, reason: str, victim: bool) -> int:
+def _end(code: int, reason: str, victim: bool, is_answer: bool) -> int:
     from headway.dist.failure import current_watch
     from headway.dist.group import current_context
 
-    note_exit(code, reason, victim=victim)
+    note_exit(code, reason, victim=victim, is_answer=is_answer)
+    told = code_for_torchrun(code, is_answer=is_answer)
     if current_context() is None:
-        return code_for_torchrun(code)
+        return told
     # A group with a rank missing cannot be taken down: it may wait, and abort, without end.
     watch = current_watch()
     if watch is not None:
         watch.wait_until_known()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code_for_torchrun(code))
+    os._exit(told)
 
 
 def _stop_early(number: int, frame: FrameType | None) -> None:

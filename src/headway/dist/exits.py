@@ -31,6 +31,8 @@ class RankEnd:
     """What went wrong, in one line."""
     victim: bool = False
     """Whether it ended because another rank did."""
+    is_answer: bool = False
+    """Whether the code is what the rank's work came to, and no failure."""
 
 
 def is_launched() -> bool:
@@ -47,23 +49,27 @@ def note_start() -> None:
         _write(Path(folder, f"{_name()}.pid"), json.dumps(asdict(identify())))
 
 
-def note_exit(code: int, reason: str = "", *, victim: bool = False) -> None:
+def note_exit(
+    code: int, reason: str = "", *, victim: bool = False, is_answer: bool = False
+) -> None:
     """Say how this rank ends; the first word counts. Does nothing without a launcher."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
         return
     path = Path(folder, f"{_name()}.end")
     if not path.exists():
-        end = RankEnd(int(os.environ.get("RANK", "0")), attempt(), code, reason, victim)
+        rank = int(os.environ.get("RANK", "0"))
+        end = RankEnd(rank, attempt(), code, reason, victim, is_answer)
         _write(path, json.dumps(asdict(end)))
 
 
-def code_for_torchrun(code: int) -> int:
+def code_for_torchrun(code: int, *, is_answer: bool = False) -> int:
     """The exit code of a rank: 0 where a restart must not follow, and the launcher knows better.
 
-    A stop on request and a mistake of the user's are not cured by starting again.
+    A stop on request, a mistake of the user's and an answer, whatever it is, are not cured by
+    starting again.
     """
-    return 0 if is_launched() and code in _FINAL_CODES else code
+    return 0 if is_launched() and (is_answer or code in _FINAL_CODES) else code
 
 
 def read_running(folder: Path) -> dict[tuple[int, int], ProcessIdentity]:

@@ -1,12 +1,18 @@
-"""What the launcher makes of its options, and of the ways ranks end; no process is started."""
+"""What the launcher makes of its options, and of the ways ranks end; no rank is started."""
 
 from __future__ import annotations
 
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from headway.cli.launch import Ranks, choose_code, strip_options
+from headway.cli import rank
+from headway.cli.launch import Ranks, choose_code, strip_options, supervise
 from headway.cli.main import main
-from headway.dist.exits import RankEnd
+from headway.dist.exits import FOLDER_VARIABLE, RankEnd
 
 
 def test_the_launcher_s_options_are_taken_out_of_the_command() -> None:
@@ -81,3 +87,39 @@ def ends(*codes: int, victims: tuple[int, ...] = ()) -> list[RankEnd]:
 )
 def test_one_exit_code_for_all_ranks(found: list[RankEnd], torchrun: int, code: int) -> None:
     assert choose_code(found, torchrun) == code
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "told"),
+    [
+        (1, 1, ""),
+        (0, 0, ""),
+        (RuntimeError("broken"), 1, "error: rank 0 failed: RuntimeError: broken\n"),
+    ],
+    ids=["an answer", "success", "a failure"],
+)
+def test_only_a_failure_of_ranks_is_told_as_one(
+    outcome: Any, code: int, told: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A verb may answer with exit code 1, as `lr-find` does where it has nothing to suggest."""
+
+    def work(*given: Any) -> int:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return int(outcome)
+
+    monkeypatch.setattr(rank, "_work", work)
+    monkeypatch.setattr(rank, "_lower_voice", lambda number: None)
+    monkeypatch.setattr(signal, "signal", lambda *given: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    codes = []
+    for number in ("0", "1"):
+        monkeypatch.setenv("RANK", number)
+        codes.append(rank.run_as_rank(lambda: (None, {}), lambda job: 0))
+    program = f"import sys; sys.exit({max(codes)})"  # as torchrun would
+    monkeypatch.undo()
+    capfd.readouterr()
+    assert supervise([sys.executable, "-c", program], 2, str(tmp_path), quiet=True) == code
+    assert capfd.readouterr().err == told
