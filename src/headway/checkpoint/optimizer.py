@@ -1,8 +1,9 @@
 """Optimizer state by parameter name, out of the optimizer and back into it.
 
 Owns: tensors keyed `<state>.<parameter name>`, param groups and scalars as JSON, strict matching
-at load. Does not own: building optimizers, the shards (tensors.py), or states that are tensors
-made of tensors (wrapped.py), whose inner ones are keyed `<state>:<inner>.<parameter name>`.
+at load. Does not own: building optimizers, the shards (tensors.py), which settings a group takes
+(param_groups.py), or states that are tensors made of tensors (wrapped.py), whose inner ones are
+keyed `<state>:<inner>.<parameter name>`.
 `Optimizer.load_state_dict` is not used: it matches by position and casts every state to its
 parameter's dtype, so float32 moments of a bfloat16 parameter would not come back as they were.
 """
@@ -21,6 +22,12 @@ from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.header import StoredTensor
 from headway.checkpoint.intake import Destination
 from headway.checkpoint.model import describe_names
+from headway.checkpoint.param_groups import (
+    check_classes,
+    match_groups,
+    restore_settings,
+    tell_regrouped,
+)
 from headway.checkpoint.sharding import as_destination, empty_state, local_tensor
 from headway.checkpoint.staged import TensorSlice
 from headway.checkpoint.tensors import ShardReader, num_bytes, why_not_storable
@@ -35,8 +42,6 @@ from headway.checkpoint.wrapped import (
 from headway.errors import ConfigError
 from headway.optim.multi import GROUP_CLASS
 
-# Chosen for the machine at hand, not part of the trajectory: the live values stay.
-_KEPT_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NOT_HYPERPARAMETERS = frozenset({"params", "param_names"})
 
 
@@ -241,14 +246,15 @@ def plan_optimizer(
     rest_names = [n for n in reader.weight_map if n.startswith(("param_groups/", "shared/"))]
     rest = join_tree(encoded["rest"], dict(reader.items(rest_names)), what=file)
     _check_settings(rest, len(encoded["groups"]), file)
-    _check_classes(optimizer, groups, encoded["groups"], rest["param_groups"], file)
-    chosen = _match_groups(groups, encoded["groups"], rest["param_groups"])
+    there = encoded["groups"], rest["param_groups"]
+    check_classes(optimizer.param_groups, groups, *there, file)
+    chosen = match_groups(optimizer.param_groups, groups, *there)
     states, destinations = _plan_states(optimizer, groups, encoded["params"], reader)
 
     def finish() -> None:
-        for group, hyperparameters in zip(optimizer.param_groups, chosen):
-            if hyperparameters is not None:
-                _restore_hyperparameters(group, hyperparameters)
+        for group, settings in zip(optimizer.param_groups, chosen):
+            if settings is not None:
+                restore_settings(group, settings)
         for key in [key for key in optimizer.state if isinstance(key, str)]:
             del optimizer.state[key]
         optimizer.state.update(rest["shared"])
@@ -259,6 +265,16 @@ def plan_optimizer(
                 optimizer.state.pop(param, None)
 
     return OptimizerPlan(destinations, finish)
+
+
+def find_regrouped(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], encoded: Mapping[str, Any]
+) -> list[str]:
+    """How the live groups differ from those of a state that fits the optimizer, in words."""
+    groups = _named_params(optimizer, names)
+    live = [list(members) for members in groups]
+    saved = encoded["rest"]["param_groups"]
+    return tell_regrouped(optimizer.param_groups, live, encoded["groups"], saved)
 
 
 def _is_texts(value: Any) -> bool:
@@ -339,77 +355,6 @@ def _check_fit(
         raise CheckpointError(
             f"{reader.index_path} does not fit the optimizer: {'; '.join(problems[:8])}"
         )
-
-
-def _match_groups(
-    live: list[dict[str, torch.Tensor]],
-    saved: list[list[str]],
-    hyperparameters: list[dict[str, Any]],
-) -> list[dict[str, Any] | None]:
-    """Saved hyperparameters for each live group, found by the parameters in it."""
-    group_of = {name: index for index, members in enumerate(saved) for name in members}
-    chosen: list[dict[str, Any] | None] = []
-    for index, members in enumerate(live):
-        sources = sorted({group_of[name] for name in members})
-        if not sources:
-            chosen.append(None)
-            continue
-        first, *others = (hyperparameters[source] for source in sources)
-        if any(not _same_settings(first, other) for other in others):
-            raise CheckpointError(
-                f"optimizer group {index} joins the saved groups {sources}, whose settings differ; "
-                "group the parameters as in the saved run, or do not load the optimizer"
-            )
-        chosen.append(first)
-    return chosen
-
-
-def _check_classes(
-    optimizer: torch.optim.Optimizer,
-    live: list[dict[str, torch.Tensor]],
-    saved: list[list[str]],
-    hyperparameters: list[dict[str, Any]],
-    file: str,
-) -> None:
-    """Refuse the state of another class in a group of a joined optimizer."""
-    class_of = {
-        name: settings.get(GROUP_CLASS)
-        for members, settings in zip(saved, hyperparameters)
-        for name in members
-    }
-    for group, members in zip(optimizer.param_groups, live):
-        here = group.get(GROUP_CLASS)
-        others = {name: class_of[name] for name in members if class_of[name] != here}
-        if others:
-            name, there = next(iter(others.items()))
-            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-            raise CheckpointError(
-                f"{file} does not fit the optimizer: {name}{more} updated by {there} there, by "
-                f"{here} here"
-            )
-
-
-def _same_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    def plain(value: Any) -> Any:
-        return value.tolist() if isinstance(value, torch.Tensor) else value
-
-    return first.keys() == second.keys() and all(
-        plain(value) == plain(second[key]) for key, value in first.items()
-    )
-
-
-def _restore_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    for key, value in saved.items():
-        if key in _KEPT_FLAGS and key in group:
-            continue
-        current = group.get(key)
-        if isinstance(current, torch.Tensor) and current.numel() == 1:
-            # Kept in place: compiled steps and schedulers hold on to a tensor learning rate.
-            current.fill_(float(value))
-        elif isinstance(value, torch.Tensor) and isinstance(current, float):
-            group[key] = float(value)
-        else:
-            group[key] = value
 
 
 def _plan_states(

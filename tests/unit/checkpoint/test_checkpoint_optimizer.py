@@ -6,7 +6,7 @@ from torch import nn
 
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.model import collect_model
-from headway.checkpoint.optimizer import plan_optimizer, split_optimizer
+from headway.checkpoint.optimizer import find_regrouped, plan_optimizer, split_optimizer
 from headway.checkpoint.tensors import ShardReader, write_shards
 from headway.errors import ConfigError
 
@@ -177,6 +177,45 @@ def test_regrouping_is_refused_only_if_settings_differ(tmp_path):
     encoded = save(same, model, two_groups(model, merge=True, lr=(0.3, 0.3)))
     load(same, model, one_group, encoded)
     assert one_group.param_groups[0]["lr"] == 0.3
+
+
+def named(model, split, **first):
+    params = list(model.parameters())
+    return torch.optim.AdamW(
+        [
+            {"params": params[:split], "group_name": "first", **first},
+            {"params": params[split:], "group_name": "second", "lr": 0.2},
+        ],
+        lr=0.1,
+    )
+
+
+def test_named_groups_may_have_other_parameters(tmp_path):
+    model = make_model()
+    optimizer = named(model, 1, weight_decay=0.5)
+    train(model, optimizer, 2)
+    encoded = save(tmp_path, model, optimizer)
+    other = copy_of(model)
+    regrouped = named(other, 3, lr=7.0, weight_decay=0.7)
+    load(tmp_path, other, regrouped, encoded)
+    assert [(g["lr"], g["weight_decay"]) for g in regrouped.param_groups] == [
+        (0.1, 0.5),
+        (0.2, 0.01),
+    ]
+    for a, b in zip(model.parameters(), other.parameters()):
+        assert torch.equal(optimizer.state[a]["exp_avg"], regrouped.state[b]["exp_avg"])
+    [line] = find_regrouped(regrouped, collect_model(other).names_by_id(), encoded)
+    assert line.startswith("0.bias and 1 more are in the param group first now, in second in the")
+    train(other, regrouped, 1)
+
+
+def test_a_state_of_another_kind_is_refused(tmp_path):
+    model = make_model()
+    optimizer = named(model, 1, amsgrad=True)
+    train(model, optimizer, 1)
+    encoded = save(tmp_path, model, optimizer)
+    with pytest.raises(CheckpointError, match=r"groups\.first: amsgrad is True .* 0\.bias.*, 2\.w"):
+        load(tmp_path, model, named(model, 3, amsgrad=True), encoded)
 
 
 def test_machine_flags_stay_and_tensor_lr_is_filled_in_place(tmp_path):
