@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -245,6 +246,39 @@ def test_pipeline_groups_are_those_of_the_whole_model(tmp_path, caplog):
             assert by_rank[0][number]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
             assert_close(tmp_path / folder / "single", tmp_path / folder / "pipeline", atol=1e-4)
     assert "matches no parameter" not in caplog.text
+
+
+@pytest.mark.timeout(300)
+def test_groups_that_changed_are_resumed_and_told_alike_under_every_strategy(tmp_path):
+    train(Job("single", tmp_path / "saved", stop_at=3, model=TIED))
+    options = {
+        "resume": tmp_path / "saved" / "single" / "checkpoint-3",
+        "stop_at": 4,
+        "groups": "head",
+        "model": TIED,
+        "arguments": {"weight_decay": 0.3},
+    }
+    jobs = [Job(kind, tmp_path, **options) for kind in ("ddp", "fsdp2", "pipeline")]
+    by_rank = run_ranks(train_all, 2, jobs, timeout_s=200)
+    alone = train(Job("single", tmp_path, **options))
+    # After 4 of 6 steps down to 0: a new group has its own rate, another that of the checkpoint.
+    assert alone["groups"]["model.embed_tokens.weight"] == ("head", pytest.approx(0.02 / 3))
+    assert alone["groups"]["model.norm.weight"] == ("__default__", pytest.approx(0.01 / 3))
+    reports = [report_of(tmp_path / kind) for kind in KINDS]
+    [decay] = reports[0]["overruled"]
+    assert (decay["groups"], decay["in_force"]) == (["__default__"], 0.1)
+    assert "the configured ones, since it is new" in reports[0]["regrouped"][0]
+    assert all(report == reports[0] for report in reports)
+    for number, _ in enumerate(jobs):
+        for found in by_rank:
+            groups = found[number]["groups"]
+            assert groups.items() <= alone["groups"].items()
+            assert found[number]["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    told = json.loads((folder / "run" / "resume-3.json").read_text())
+    return {name: told[name] for name in ("overruled", "regrouped", "schedule")}
 
 
 @pytest.mark.timeout(300)

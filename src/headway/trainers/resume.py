@@ -7,6 +7,7 @@ Owns: the choice under `on_damaged_checkpoint`, the meaning of `checkpoint_compo
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import logging
@@ -21,6 +22,9 @@ from headway.checkpoint.jsonfile import read_json_object
 from headway.config.rules_values import LOADABLE
 from headway.config.snapshot import versions, write_json
 from headway.errors import ConfigError
+from headway.optim.group_schedules import GROUP_KEY
+from headway.optim.in_force import MACHINE_FLAGS, InForce
+from headway.trainers.overruled import Overruled, is_told, setting_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +39,6 @@ _NOT_COMPARED = {
     "args.on_damaged_checkpoint",
     "args.overwrite_output_dir",
 }
-# Settings that the optimizer's param groups hold, and these come from the checkpoint.
-_IN_PARAM_GROUPS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args")
 _CURVE = (
     "lr_scheduler_type",
     "lr_scheduler_kwargs",
@@ -156,18 +158,38 @@ class Difference:
 
 
 def compare_configs(
-    saved: Mapping[str, Any], current: Mapping[str, Any], loaded: Collection[str]
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    loaded: Collection[str],
+    overruled: Collection[Overruled] = (),
+    in_force: InForce | None = None,
 ) -> list[Difference]:
-    """Every option in which two run configurations differ, by its dotted name."""
+    """Every option in which two run configurations differ, by its dotted name.
+
+    Those that are among the `overruled` settings are left out: they have been told.
+    """
     before = dict(_flatten(saved))
     after = dict(_flatten(json.loads(json.dumps(current, default=str))))
     differences = []
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
-        if old != new and key not in _NOT_COMPARED:
-            winner, note = _decide(key, loaded)
-            differences.append(Difference(key, old, new, winner, note))
+        if old == new or key in _NOT_COMPARED or is_told(key, overruled):
+            continue
+        decided = _decide_setting(key, loaded, overruled, in_force) or _decide(key, loaded)
+        differences.append(Difference(key, old, new, *decided))
     return differences
+
+
+def _compare_seed(
+    kept: Any, config: Mapping[str, Any], loaded: Collection[str], told: Collection[Difference]
+) -> list[Difference]:
+    """A seed that did not count in an earlier resume either is in that run's configuration."""
+    given = config.get("args", {}).get("seed", -1)
+    if "trainer" not in loaded or given < 0 or kept in (None, given):
+        return []
+    if any(item.key == "args.seed" for item in told):
+        return []
+    return [Difference("args.seed", kept, given, *_decide("args.seed", loaded))]
 
 
 def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -178,6 +200,28 @@ def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
+def _decide_setting(
+    key: str,
+    loaded: Collection[str],
+    overruled: Collection[Overruled],
+    in_force: InForce | None,
+) -> tuple[str, str] | None:
+    """As `_decide`, for what optimizer and scheduler hold: they have been looked at."""
+    if in_force is None:
+        return None
+    setting = setting_of(key)
+    if setting is not None and "optimizer" in loaded:
+        # Under a name that is none of a group's: an argument that a class makes settings of.
+        is_known = in_force.knows(setting) or setting in (*MACHINE_FLAGS, GROUP_KEY)
+        if is_known or not any(item.groups for item in overruled):
+            return CURRENT, ""
+        return CHECKPOINT, "settings of param groups are stored with the optimizer's state"
+    group, _, name = key.partition(".init_args.")
+    if group == "lr_scheduler" and "scheduler" in loaded and name not in in_force.schedule:
+        return CHECKPOINT, "a scheduler's numbers are stored with its state"
+    return None
+
+
 def _decide(key: str, loaded: Collection[str]) -> tuple[str, str]:
     """Which value counts after the load, and why; `loaded` are the restored components."""
     group, _, name = key.partition(".")
@@ -185,21 +229,12 @@ def _decide(key: str, loaded: Collection[str]) -> tuple[str, str]:
         name = name.partition(".")[0]
         if name == "seed" and "trainer" in loaded:
             return CHECKPOINT, "a run keeps its seed"
-        if name == "learning_rate" and "scheduler" in loaded:
-            return CHECKPOINT, (
-                "the schedule's base rate is stored; change it with `headway checkpoint modify`, "
-                "or leave the scheduler out of load_components"
-            )
-        if name in _IN_PARAM_GROUPS and "optimizer" in loaded:
-            return CHECKPOINT, "the optimizer's settings are stored with its state"
         if name in _CURVE:
             return CURRENT, "the curve is drawn anew; the step on it is the stored one"
         if name in _LENGTH:
             return CURRENT, "a schedule that decays now aims at the new length"
-    elif group in ("optimizer", "optimizer_groups") and "optimizer" in loaded:
-        return CHECKPOINT, "settings of param groups are stored; the class is the current one"
-    elif group == "lr_scheduler" and "scheduler" in loaded:
-        return CHECKPOINT, "a scheduler's numbers are stored with its state"
+    elif group == "optimizer_groups" and "optimizer" in loaded:
+        return CURRENT, "parameters are grouped as configured; their state goes along"
     elif group == "data" and "dataset" in loaded:
         return CURRENT, "the position in the data is the stored one"
     elif group == "model" and "model" in loaded:
@@ -223,6 +258,10 @@ class ResumeReport:
     versions: dict[str, dict[str, str | None]]
     schedule: list[str] = field(default_factory=list)
     """How the learning-rate schedule differs from the saved one, with the rates; logged by it."""
+    overruled: list[Overruled] = field(default_factory=list)
+    """Settings of optimizer and scheduler that are configured and do not count."""
+    regrouped: list[str] = field(default_factory=list)
+    """Parameters that are in another param group than in the checkpoint."""
 
     @property
     def changed_parts(self) -> list[str]:
@@ -243,6 +282,8 @@ class ResumeReport:
                 self.fingerprints[name]["current"],
                 self.fingerprints[name]["saved"],
             )
+        for line in (*self.regrouped, *(setting.tell() for setting in self.overruled)):
+            logger.warning("%s", line)
         for item in self.differences:
             level = logging.WARNING if item.winner == CHECKPOINT else logging.INFO
             note = f" ({item.note})" if item.note else ""
@@ -262,8 +303,7 @@ class ResumeReport:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"resume-{self.step}.json"
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        fields = {**vars(self), "differences": [vars(item) for item in self.differences]}
-        write_json(path, {"created": created, **fields})
+        write_json(path, {"created": created, **dataclasses.asdict(self)})
         return path
 
 
@@ -276,6 +316,9 @@ def make_report(
     fingerprints: Mapping[str, Any],
     loaded: Collection[str],
     schedule: Collection[str] = (),
+    overruled: Collection[Overruled] = (),
+    regrouped: Collection[str] = (),
+    in_force: InForce | None = None,
     left_out_by: str = "load_components",
 ) -> ResumeReport:
     """Compare a loaded checkpoint with the run that goes on from it."""
@@ -284,6 +327,10 @@ def make_report(
     stored = saved_state.get("fingerprints")
     stored = stored if isinstance(stored, Mapping) else {}
     now = versions()
+    differences = []
+    if saved_config:
+        differences = compare_configs(saved_config, config, loaded, overruled, in_force)
+        differences += _compare_seed(saved_state.get("seed"), config, loaded, differences)
     return ResumeReport(
         checkpoint=str(found.path),
         step=manifest.step,
@@ -292,7 +339,7 @@ def make_report(
         left_out=sorted(set(LOADABLE) - set(loaded)),
         left_out_by=left_out_by,
         damaged=list(found.damaged),
-        differences=compare_configs(saved_config, config, loaded) if saved_config else [],
+        differences=differences,
         fingerprints={
             name: {
                 "saved": stored.get(name),
@@ -306,4 +353,6 @@ def make_report(
             "torch": {"saved": manifest.torch_version, "current": now["torch"]},
         },
         schedule=list(schedule),
+        overruled=list(overruled),
+        regrouped=list(regrouped),
     )

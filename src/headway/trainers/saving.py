@@ -20,17 +20,23 @@ from headway.checkpoint import (
     next_checkpoint_path,
 )
 from headway.checkpoint.background import BackgroundSaver
+from headway.checkpoint.contents import OPTIMIZER_STATE_NAME
+from headway.checkpoint.jsonfile import read_json_object
+from headway.checkpoint.model import collect_model
 from headway.checkpoint.nodes import require_apart
+from headway.checkpoint.optimizer import find_regrouped
 from headway.checkpoint.replaced import set_aside
 from headway.config.rules_values import LOADABLE
 from headway.data.loader import WindowLoader
 from headway.engine.best import require_metric
 from headway.models.hf import generation_config_of, hf_config_of
 from headway.optim.build import follow_scheduler
+from headway.optim.in_force import InForce
 from headway.optim.schedule_state import ScheduleState
 from headway.optim.scheduler import CurveLR
 from headway.trainers.fingerprints import take_fingerprints
 from headway.trainers.outside_weights import check_source, take_weights
+from headway.trainers.overruled import Overruled, find_overruled, join_overruled
 from headway.trainers.preflight import check_output_dir
 from headway.trainers.resume import (
     Found,
@@ -313,7 +319,9 @@ class Saver:
         """Go on from a checkpoint, and report what is not as it was."""
         trainer = self._trainer
         wanted = wanted_components(trainer.args)
+        configured = InForce.read(trainer.optimizer, trainer.lr_scheduler)
         loaded = self.load(found.path, wanted)
+        in_force = InForce.read(trainer.optimizer, trainer.lr_scheduler)
         report = make_report(
             found,
             loaded.manifest,
@@ -322,6 +330,9 @@ class Saver:
             fingerprints=self._fingerprints,
             loaded=wanted,
             schedule=getattr(trainer.lr_scheduler, "changes", ()) if "scheduler" in wanted else (),
+            overruled=self._join(find_overruled(configured, in_force)),
+            regrouped=self._find_regrouped(loaded.path) if "optimizer" in wanted else (),
+            in_force=in_force,
             left_out_by=(
                 "checkpoint_components"
                 if trainer.args.load_components is None
@@ -332,6 +343,19 @@ class Saver:
         self._compare_steps(loaded.trainer_state.get("samples_per_step"))
         if trainer.env.rank == 0:
             report.write(trainer.args.output_dir)
+
+    def _join(self, own: list[Overruled]) -> list[Overruled]:
+        """What all ranks found: those of a pipeline have groups of their own."""
+        return join_overruled(self._trainer._ranks().exchange([vars(item) for item in own]))
+
+    def _find_regrouped(self, path: Path) -> list[str]:
+        trainer = self._trainer
+        assert trainer.optimizer is not None and trainer.strategy is not None
+        names = collect_model(trainer.strategy.unwrap()).names_by_id()
+        saved = read_json_object(path / OPTIMIZER_STATE_NAME)
+        own = find_regrouped(trainer.optimizer, names, saved)
+        told = trainer._ranks().exchange(own)
+        return list(dict.fromkeys(line for lines in told for line in lines))
 
     def _compare_steps(self, before: Any) -> None:
         """Another number of ranks makes another step of the same options."""

@@ -11,6 +11,7 @@ from headway.checkpoint import CheckpointError, read_manifest, verify
 from headway.checkpoint.digest import digest_bytes
 from headway.checkpoint.manifest import write_manifest
 from headway.checkpoint.storage import FileRecord, Storage
+from headway.cli.main import main
 from headway.data.fingerprint import fingerprint_data
 from headway.data.loader import WindowLoader
 from headway.data.tokenizer import ByteTokenizer
@@ -19,7 +20,7 @@ from headway.testing import tiny_dataset, tiny_decoder
 from headway.trainers.fingerprints import fingerprint_tokenizer
 
 
-def make(folder, steps, *, model=tiny_decoder, data=None, tokenizer=None, **arguments):
+def make(folder, steps, *, model=tiny_decoder, data=None, tokenizer=None, groups=None, **arguments):
     settings = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
@@ -37,6 +38,7 @@ def make(folder, steps, *, model=tiny_decoder, data=None, tokenizer=None, **argu
         model_init=model,
         train_dataset=tiny_dataset(48, sequence_length=8) if data is None else data,
         processing_class=tokenizer,
+        optimizer_groups=groups,
         default_callbacks=False,
     )
 
@@ -206,8 +208,14 @@ def test_the_rate_that_counts_is_the_scheduler_s(tmp_path, parts, rate):
     second.add_callback(Look())
     second.train()
     assert rates == [pytest.approx(rate, rel=1e-12)]
-    difference = differences(tmp_path, 4)["args.learning_rate"]
-    assert difference["winner"] == ("checkpoint" if rate == 8e-3 else "current")
+    told = report(tmp_path, 4)["overruled"]
+    if rate == 8e-3:
+        assert [(t["setting"], t["configured"], t["in_force"]) for t in told] == [
+            ("lr", 5e-4, 1e-2)
+        ]
+        assert "args.learning_rate" not in differences(tmp_path, 4)
+    else:
+        assert told == [] and differences(tmp_path, 4)["args.learning_rate"]["winner"] == "current"
 
 
 # What is told
@@ -223,7 +231,6 @@ def test_every_changed_option_is_told_with_the_value_that_counts(tmp_path, caplo
     assert winners == {
         "args.max_steps": "current",
         "args.seed": "checkpoint",
-        "args.weight_decay": "checkpoint",
         "args.warmup_steps": "current",
         "args.logging_steps": "current",
         "args.stop_at": "current",
@@ -235,7 +242,103 @@ def test_every_changed_option_is_told_with_the_value_that_counts(tmp_path, caplo
     assert rate == pytest.approx(1e-2 * (1 - (6 - 2) / 38), rel=1e-9)
     warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert any("args.seed was 3 and is now 9; the checkpoint's value counts" in w for w in warned)
+    line = "weight_decay of the param group __default__: configured 0.5, in force 0.0 from the"
+    assert any(w.startswith(line) for w in warned)
     assert not any("max_steps" in w for w in warned)
+
+
+CHANGED = {"learning_rate": 5e-3, "adam_beta1": 0.5, "weight_decay": 0.5, "seed": 9}
+
+
+def test_what_does_not_count_is_told_at_every_resume(tmp_path):
+    train(tmp_path, 2)
+    for step in (2, 3):  # the second checkpoint's own configuration has the new values
+        train(tmp_path, step + 1, **CHANGED)
+        told = {
+            t["setting"]: (t["configured"], t["in_force"])
+            for t in report(tmp_path, step)["overruled"]
+        }
+        assert told == {
+            "lr": (5e-3, 1e-2),
+            "betas": ([0.5, 0.999], [0.9, 0.999]),
+            "weight_decay": (0.5, 0.0),
+        }
+        assert differences(tmp_path, step)["args.seed"]["saved"] == 3
+    train(tmp_path, 5, learning_rate=1e-2)
+    assert report(tmp_path, 4)["overruled"] == [], "the configured values are in force again"
+
+
+def test_the_advice_about_a_setting_that_does_not_count_helps(tmp_path):
+    train(tmp_path, 2)
+    changed = {name: CHANGED[name] for name in ("learning_rate", "weight_decay")}
+    train(tmp_path, 3, **changed)
+    for item in report(tmp_path, 2)["overruled"]:
+        command = item["advice"].split("`")[1].replace("CHECKPOINT", str(tmp_path / "checkpoint-3"))
+        assert main([*command.split()[1:], "--no-backup"]) == 0
+    group = train(tmp_path, 4, **changed).optimizer.param_groups[0]
+    assert (group["initial_lr"], group["weight_decay"]) == (5e-3, 0.5)
+    assert report(tmp_path, 3)["overruled"] == []
+
+
+NORMS = {"norms": {"regex": "norm", "config": {"weight_decay": 0.1}}}
+EMBED = {"embed": {"regex": "embed", "config": {"lr": 2e-3}}}
+
+
+def test_parameters_are_grouped_as_configured_and_their_state_goes_along(tmp_path, caplog):
+    first = train(tmp_path, 4, groups=NORMS, weight_decay=0.5)
+    moments = by_name(first)
+    second = make(tmp_path, 5, groups=EMBED, weight_decay=0.7)
+    seen = {}
+
+    class Look:
+        def on_step_begin(self, optimizer):
+            seen["moments"] = {k: v.clone() for k, v in by_name(second).items()}
+            for group in optimizer.param_groups:
+                seen[group["group_name"]] = {**group}
+
+    second.add_callback(Look())
+    with caplog.at_level(logging.WARNING):
+        second.train()
+    found = seen.pop("moments")
+    assert found.keys() == moments.keys()
+    assert all(torch.equal(found[name], moments[name]) for name in moments)
+    assert seen.keys() == {"embed", "__default__"}
+    # 4 of 20 steps down to 0: a new group follows its schedule from its own rate.
+    assert seen["embed"]["param_names"] == ["model.embed_tokens.weight"]
+    assert seen["embed"]["lr"] == pytest.approx(0.8 * 2e-3, rel=1e-12)
+    assert seen["embed"]["weight_decay"] == 0.7
+    assert seen["__default__"]["lr"] == pytest.approx(0.8e-2, rel=1e-12)
+    assert seen["__default__"]["weight_decay"] == 0.5
+    told = report(tmp_path, 4)
+    assert [(t["setting"], t["groups"]) for t in told["overruled"]] == [
+        ("weight_decay", ["__default__"])
+    ]
+    into_embed, out_of_norms = told["regrouped"]
+    assert "embed_tokens.weight is in the param group embed now, in __default__" in into_embed
+    assert "the configured ones, since it is new" in into_embed
+    assert "in the param group __default__ now, in norms in the checkpoint" in out_of_norms
+    assert all(line in caplog.text for line in told["regrouped"])
+    train(tmp_path, 6, groups=EMBED, weight_decay=0.5)
+    assert report(tmp_path, 5)["regrouped"] == [], "as in the newest checkpoint"
+
+
+def by_name(trainer):
+    return {
+        name: trainer.optimizer.state[parameter]["exp_avg"]
+        for group in trainer.optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"])
+    }
+
+
+def test_groups_in_another_order_keep_their_rates(tmp_path, caplog):
+    both = {"norms": {"regex": "norm", "config": {"lr": 4e-3}}, **EMBED}
+    train(tmp_path, 4, groups=both)
+    with caplog.at_level(logging.WARNING):
+        second = train(tmp_path, 6, groups=dict(reversed(both.items())))
+    rates = {g["group_name"]: g["lr"] / 0.7 for g in second.optimizer.param_groups}
+    assert rates == pytest.approx({"embed": 2e-3, "norms": 4e-3, "__default__": 1e-2})
+    told = report(tmp_path, 4)
+    assert told["overruled"] == told["regrouped"] == told["schedule"] == [] and not caplog.text
 
 
 def test_the_stored_seed_also_seeds_the_evaluation(tmp_path):
