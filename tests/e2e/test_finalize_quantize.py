@@ -269,12 +269,38 @@ def test_a_low_bit_head_is_evaluated_as_such(tmp_path):
 
 def test_layers_can_be_left_out(trained, tmp_path, capsys):
     words = ["finalize", str(trained["out"]), str(tmp_path / "q"), "--quantize", INT4]
-    assert main([*words, "--exclude", "mlp", "--exclude", "lm_head", "--json"]) == 0
+    assert main([*words, "--exclude", "mlp", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)["quantized"]
     assert len(facts["layers"]) == 8 and len(facts["excluded"]) == 7
+    assert "lm_head" in facts["excluded"], "what stays whole by default stays so"
     model: Any = load_causal_lm(tmp_path / "q")
     assert not is_low_bit(model)
     assert quantized.is_quantized(model.model.layers[0].self_attn.q_proj.weight)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("zzz", "they are called q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and 2 more"),
+        ("up_prj", "the nearest name is up_proj"),
+        ("layers.1.mlp.down_proyect", "the nearest name is model.layers.1.mlp.down_proj"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_told_and_uncovers_nothing(
+    trained, tmp_path, capsys, pattern, hint
+):
+    words = ["finalize", str(trained["out"]), str(tmp_path / "q"), "--quantize", INT4, "--dry-run"]
+    assert main([*words, "--exclude", pattern, "--json"]) == 0
+    told = capsys.readouterr()
+    assert f"--exclude: '{pattern}' matches no linear layer; {hint}" in told.err
+    assert json.loads(told.out)["quantized"]["excluded"] == ["lm_head"]
+
+
+def test_only_all_layers_takes_the_head_as_well(trained, tmp_path, capsys):
+    words = ["finalize", str(trained["out"]), str(tmp_path / "q"), "--quantize", INT4, "--dry-run"]
+    assert main([*words, "--all-layers", "--exclude", "mlp", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)["quantized"]
+    assert "lm_head" in facts["layers"] and len(facts["excluded"]) == 6
 
 
 # -- refused before anything is written -------------------------------------------------------
@@ -291,6 +317,7 @@ def test_layers_can_be_left_out(trained, tmp_path, capsys):
         (["--quantize", INT4, "--dtype", "int8"], "unknown dtype 'int8'"),
         (["--group-size", "32"], "--group-size: needs --quantize"),
         (["--exclude", "mlp"], "--exclude: needs --quantize"),
+        (["--all-layers"], "--all-layers: needs --quantize"),
     ],
 )
 def test_mistakes_are_told_and_nothing_is_written(trained, tmp_path, capsys, words, message):
@@ -315,6 +342,17 @@ def test_a_dry_run_writes_nothing(trained, tmp_path, capsys, words):
     assert "would be written" in out and str(target) in out
     assert ("14/15 linear layers" in out) == bool(words)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [[], ["--dtype", "bfloat16", "--exclude", "attn"]])
+def test_a_dry_run_tells_the_size_that_it_will_be(trained, tmp_path, capsys, words):
+    command = ["finalize", str(trained["out"]), str(tmp_path / "q"), "--quantize", INT4, "--json"]
+    sizes = []
+    for more in (["--dry-run"], []):
+        assert main([*command, *words, *more]) == 0
+        sizes.append(json.loads(capsys.readouterr().out)["bytes"])
+    (file,) = (tmp_path / "q").glob("model-*.safetensors")
+    assert sizes[0] == sizes[1] and 0 < file.stat().st_size - sizes[1] < 20_000, "and its header"
 
 
 # -- what a low-bit folder is not for ---------------------------------------------------------

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from headway.args import HEAD_LAYERS
@@ -23,7 +24,7 @@ from headway.checkpoint.jsonfile import read_json_object
 from headway.checkpoint.tensors import num_bytes
 from headway.errors import ConfigError
 from headway.precision import qat
-from headway.precision.layers import LayerChoice, require_some
+from headway.precision.layers import LayerChoice, require_some, warn_of_idle_patterns
 from headway.precision.quantized import (
     CONFIG_KEY,
     OWN_KEY,
@@ -88,25 +89,28 @@ def plan_quantization(
     recipe: str,
     *,
     group_size: int | None = None,
-    exclude: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    all_layers: bool = False,
     trained: TrainedAs | None = None,
 ) -> QuantizationPlan:
     """What `--quantize` will do; all that is wrong is told here, before anything is written.
 
     `model` is the source's, values are not needed. Where the run trained with this recipe, its
-    group size and its list of layers count unless others are given.
+    group size counts unless another is given, and the layers that it left whole stay so; else the
+    head does. `exclude` adds to these, and `all_layers` takes them away.
     """
     known = find_recipe(recipe, "--quantize")
     check_machine(known)
-    same = trained is not None and trained.recipe == recipe
-    if trained is not None and same:
+    left: Sequence[str] = HEAD_LAYERS
+    if trained is not None and trained.recipe == recipe:
         group_size = trained.group_size if group_size is None else group_size
-        exclude = trained.exclude if exclude is None else exclude
+        left = trained.exclude
     size = known.resolve_group_size(group_size)
     _warn_of_difference(known, size, trained)
     option = "--exclude"
-    left = HEAD_LAYERS if exclude is None else exclude
-    choice = qat.choose(model, known, size, left, option=option)
+    kept = [*(() if all_layers else left), *exclude]
+    choice = qat.choose(model, known, size, kept, option=option)
+    warn_of_idle_patterns(model, exclude, option=option)
     _keep_stored(choice, source)
     require_some(choice, f"--quantize {recipe}", option, is_part=False)
     return QuantizationPlan(known, size, choice, trained)
@@ -139,6 +143,24 @@ def _warn_of_difference(
             group_size,
             before,
         )
+
+
+def count_bytes(source: Source, plan: QuantizationPlan) -> int:
+    """Bytes of the weights that the plan will make, without making them."""
+    # torchao makes float8 weights on their device alone, not without values.
+    device = "cuda" if plan.recipe.weights == "float8" else "meta"
+    planned, sizes, total = set(plan.names), {}, 0
+    for name, tensor in source.tensors.items():
+        if name not in planned:
+            total += num_bytes(tensor)
+            continue
+        kind = (tensor.shape, tensor.dtype)
+        if kind not in sizes:
+            blank = torch.zeros_like(tensor, device=device)
+            made, _ = take_apart({name: quantize_weight(blank, plan.recipe, plan.group_size)})
+            sizes[kind] = sum(num_bytes(part) for part in made.values())
+        total += sizes[kind]
+    return total
 
 
 def quantize_source(source: Source, plan: QuantizationPlan) -> dict[str, Any]:

@@ -37,7 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exclude",
         action="append",
         metavar="REGEX",
-        help="linear layers that stay whole; may be repeated (default: as trained, else the head)",
+        help="linear layers that stay whole as well; may be repeated. Those that training left "
+        "whole stay so anyway, or else the head",
+    )
+    parser.add_argument(
+        "--all-layers",
+        action="store_true",
+        help="quantize also what stays whole by default; only --exclude counts",
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be written")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -84,8 +90,8 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     """Refuse what the words alone show to be wrong."""
     if options.quantize is None:
-        for option in ("group_size", "exclude"):
-            if getattr(options, option) is not None:
+        for option in ("group_size", "exclude", "all_layers"):
+            if getattr(options, option) not in (None, False):
                 raise ConfigError(f"--{option.replace('_', '-')}: needs --quantize RECIPE")
         return
     find_recipe(options.quantize, "--quantize").resolve_group_size(options.group_size)
@@ -127,6 +133,7 @@ def _quantize(
 ) -> None:
     from headway.checkpoint.quantized import (
         check_dtype,
+        count_bytes,
         export_quantized,
         plan_quantization,
         quantize_source,
@@ -139,21 +146,23 @@ def _quantize(
         outline_model(source),
         options.quantize,
         group_size=options.group_size,
-        exclude=options.exclude,
+        exclude=options.exclude or (),
+        all_layers=options.all_layers,
         trained=trained_as(source),
     )
     dtype = check_dtype(plan.recipe, options.dtype)
     weights.cast(dtype)
     outcome.facts["quantized"] = _plan_facts(plan)
     outcome.rows.append(("quantized", _spell_plan(plan)))
-    rest = plan.choice.describe_rest("--exclude")
+    rest = plan.choice.describe_rest("--exclude or by default")
     if rest:
         outcome.rows.append(("left whole", rest))
-    if options.dry_run:
-        return
     before = _num_bytes(weights)
-    block = quantize_source(weights, plan)
-    after = export_quantized(weights, block, target, dtype)
+    if options.dry_run:
+        after = count_bytes(weights, plan)
+    else:
+        block = quantize_source(weights, plan)
+        after = export_quantized(weights, block, target, dtype)
     outcome.facts["bytes"] = after
     outcome.rows[2] = (
         "weights",

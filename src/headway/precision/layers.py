@@ -84,20 +84,25 @@ def _compile(pattern: str, option: str) -> re.Pattern[str]:
 
 
 def warn_of_idle_patterns(module: nn.Module, exclude: Sequence[str], *, option: str) -> None:
-    """Name the patterns that match no linear layer, with the nearest name.
+    """Name the patterns that match no linear layer, with the nearest names.
 
     Those for heads are meant for models of many kinds; most of them never match.
     """
     names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     for pattern in exclude:
         if pattern not in HEAD_LAYERS and not any(re.search(pattern, name) for name in names):
-            hint = nearest(pattern, names)
             logger.warning(
-                "%s: %r matches no linear layer%s",
-                option,
-                pattern,
-                f"; the nearest name is {hint}" if hint else "",
+                "%s: %r matches no linear layer%s", option, pattern, _hint(pattern, names)
             )
+
+
+def _hint(pattern: str, names: Sequence[str]) -> str:
+    """The nearest of the names, or what the layers are called if none is near."""
+    last_parts = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    found = nearest(pattern, [*names, *last_parts])
+    if found is not None:
+        return f"; the nearest name is {found}"
+    return f"; they are called {_spell(last_parts)}" if last_parts else ""
 
 
 def require_some(choice: LayerChoice, what: str, option: str, *, is_part: bool) -> None:
