@@ -99,6 +99,14 @@ def test_the_folder_is_small_plain_and_tells_what_it_is(trained, folder):
     assert main(["checkpoint", "verify", str(folder)]) == 0
 
 
+def test_inspect_counts_weights_and_not_their_parts(trained, folder, capsys):
+    counts = []
+    for path in (trained["out"] / "checkpoint-40", folder):
+        assert main(["checkpoint", "inspect", str(path), "--json"]) == 0
+        counts.append(json.loads(capsys.readouterr().out)["num_parameters"])
+    assert counts == [sum(p.numel() for p in tiny_decoder().parameters())] * 2
+
+
 def test_transformers_reads_it_without_headway(folder):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")

@@ -151,16 +151,27 @@ def _facts(directory: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _count_parameters(directory: Path, manifest: Manifest) -> int:
+    """Values of the weights; one of few bits counts as what it stands for, not as its parts."""
     import math
 
+    from headway.checkpoint import CheckpointError
     from headway.checkpoint.tensors import open_tensor_file
+    from headway.precision.quantized import QuantizedFormError, find_parts
 
-    total = 0
+    stored: dict[str, list[int]] = {}
+    metadata = []
     for name in manifest.files:
         if name.startswith("model") and name.endswith(".safetensors"):
             with open_tensor_file(directory / name) as file:
-                total += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
-    return total
+                stored |= {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+                metadata.append(file.metadata())
+    try:
+        parts = find_parts(metadata, str(directory))
+        if parts is None:
+            return sum(map(math.prod, stored.values()))
+        return sum(math.prod(parts.shape_of(name, stored)) for name in parts.real_names(stored))
+    except QuantizedFormError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _components(manifest: Manifest) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -186,6 +186,20 @@ class Parts:
     def quantized(self) -> list[str]:
         """The real names of weights that consist of parts."""
         return [name for name, parts in self._parts.items() if parts != [name]]
+
+    def shape_of(self, name: str, stored: Mapping[str, Sequence[int]]) -> list[int]:
+        """The shape of a weight by the shapes of what is stored, as names in the file."""
+        wanted = self.names_in_file(name)
+        if wanted == [name]:
+            return list(stored[name])
+        told = json.loads(self._metadata[name]).get("_data")
+        packed = told.get("shape") if isinstance(told, Mapping) else None
+        if isinstance(packed, list):  # several values in each element
+            return [int(size) for size in packed]
+        values = next((part for part in wanted if part.endswith("_qdata")), wanted[0])
+        if values not in stored:
+            raise QuantizedFormError(f"{self._where} lacks {values}, a part of {name}")
+        return list(stored[values])
 
     def names_in_file(self, name: str) -> list[str]:
         """Under which names the parts of a weight are stored."""

@@ -75,6 +75,17 @@ def test_parts_that_are_missing_or_do_not_fit_are_named():
         described.join("a.weight", wrong)
 
 
+def test_the_shape_of_a_weight_is_known_without_its_values():
+    parts, metadata = apart()
+    stored = {name: list(part.shape) for name, part in parts.items()}
+    assert quantized.Parts(metadata, "file").shape_of("a.weight", stored) == [4, 64]
+    entry = {"_type": "Int4Tensor", "_data": {"shape": [4, 64]}, "_tensor_data_names": ["qdata"]}
+    packed = quantized.Parts({**metadata, "a.weight": json.dumps(entry)}, "file")
+    assert packed.shape_of("a.weight", {"a._weight_qdata": [4, 32]}) == [4, 64]
+    with pytest.raises(quantized.QuantizedFormError, match=r"lacks a\._weight_qdata"):
+        quantized.Parts(metadata, "file").shape_of("a.weight", {})
+
+
 def test_all_files_tell_of_quantized_weights_not_the_first_alone():
     _, metadata = apart()
     plain = {"format": "pt", "tensor_names": json.dumps(["b"]), "b": '{"_type": "Tensor"}'}
