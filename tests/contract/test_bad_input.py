@@ -160,6 +160,20 @@ RUN_FILES = [
         {"optimizer_groups": {"a": {"regex": "(", "config": {}}}},
         ("optimizer_groups.a", "("),
     ),
+    Case(
+        "settings of a group",
+        {"optimizer_groups": {"a": {"regex": "norm", "config": {"lr": "fast", "betas": [0.5]}}}},
+        (
+            "run.yaml:1: optimizer_groups.a.config.lr: must be a number, 0 or more, got 'fast'",
+            "optimizer_groups.a.config.betas: must be a list of 2 numbers",
+        ),
+        torch_free=True,
+    ),
+    Case(
+        "setting of a group that its optimizer has not",
+        {"optimizer_groups": {"a": {"regex": "norm", "config": {"wieght_decay": 0.1}}}},
+        ("optimizer_groups.a.config", "did you mean 'weight_decay'"),
+    ),
     # Data.
     Case("no data", {"data": {"train": None}}, ("data.train", "missing")),
     Case(

@@ -16,6 +16,7 @@ from typing import Any
 
 from headway.config import arguments, components, rules
 from headway.config.document import Node, merge, read_file, read_text
+from headway.config.group_settings import check_setting
 from headway.config.registry import DEFAULT_MODEL
 from headway.config.schema import ARGUMENT_CLASSES, Component, DataConfig, RunConfig
 from headway.config.typecheck import Problem, conform, field_types
@@ -285,6 +286,11 @@ class _Reader:
                 self.add(key, f"needs a regex (text), got {entry.get('regex')!r}")
             if not isinstance(entry.get("config"), dict | None):
                 self.add(f"{key}.config", f"must be a mapping, got {entry['config']!r}")
+                return
+            for setting, value in (entry.get("config") or {}).items():
+                wrong = check_setting(setting, value)
+                if wrong is not None:
+                    self.add(f"{key}.config.{setting}", wrong)
 
     def read_callbacks(self) -> list[Component] | dict[str, Component | None]:
         node = self.root.child("callbacks")

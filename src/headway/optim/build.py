@@ -16,11 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from headway.args import TrainingArguments
-from headway.errors import ConfigError, unknown
+from headway.config.group_settings import check_setting, unknown_setting
+from headway.errors import ConfigError
 from headway.optim.choice import build_named
 from headway.optim.group_schedules import GROUP_KEY, make_specs
 from headway.optim.groups import (
     DEFAULT_GROUP,
+    NO_DECAY,
     Group,
     OptimizerGroups,
     deal_parameters,
@@ -149,22 +151,32 @@ def _warn_of_unused(args: TrainingArguments) -> None:
 
 
 def _check_settings(optimizer: Optimizer, dealt: Sequence[Group]) -> None:
-    """Refuse settings of groups that their optimizer would not look at."""
+    """Refuse settings of groups that their optimizer would not look at, or could not use."""
     configs: Mapping[str, Group] = {group.name: group for group in dealt}
+    problems: list[str] = []
     for number, group in enumerate(optimizer.param_groups):
         part = optimizer.part_of(number) if isinstance(optimizer, JoinedOptimizer) else optimizer
         source = configs.get(group.get("group_name", ""))
         if source is None or not part.defaults:  # it tells nothing about its settings
             continue
-        for key in source.config:
-            if key in part.defaults or key not in group or key == GROUP_KEY:
+        where = f"optimizer_groups.{source.name.removesuffix(NO_DECAY)}.config"
+        for key, value in source.config.items():
+            if key == GROUP_KEY or key not in group:
                 continue
-            if source.name.endswith(".no_decay") and key == "weight_decay":
-                raise ConfigError(f"no_decay_on: {type(part).__name__} has no weight_decay")
-            raise ConfigError(
-                f"optimizer_groups.{source.name}.config: "
-                + unknown(f"setting of {type(part).__name__}", key, sorted(part.defaults))
-            )
+            if key in part.defaults:
+                default = part.defaults[key]
+                wrong = check_setting(key, value, default)
+                if wrong is not None:
+                    problems.append(f"{where}.{key} {wrong}")
+                elif isinstance(default, tuple) and isinstance(value, list):
+                    group[key] = tuple(value)
+            elif source.name.endswith(NO_DECAY) and key == "weight_decay":
+                problems.append(f"no_decay_on: {type(part).__name__} has no weight_decay")
+            else:
+                of = f" of {type(part).__name__}"
+                problems.append(f"{where}: {unknown_setting(key, sorted(part.defaults), of)}")
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
 
 
 def _has_sparse(model: nn.Module) -> bool:

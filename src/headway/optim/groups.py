@@ -15,12 +15,15 @@ from typing import Any
 
 from torch import nn
 
+from headway.config.group_settings import check_setting
 from headway.errors import ConfigError, nearest, unknown
 from headway.optim.kinds import Kinds
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_GROUP = "__default__"
+NO_DECAY = ".no_decay"
+"""Ends the name of the part of a group that `no_decay_on` takes out."""
 _ENTRY_KEYS = ("regex", "config", "factory")
 _MOST_SHOWN = 3
 
@@ -58,6 +61,11 @@ class Group:
 
 def check_groups(groups: OptimizerGroups) -> dict[str, Entry]:
     """Compile the patterns; every malformed entry is reported."""
+    if not isinstance(groups, Mapping):
+        raise ConfigError(
+            f"optimizer_groups must be a mapping of names to groups, each with 'regex' and "
+            f"'config', got {groups!r}"
+        )
     problems: list[str] = []
     checked: dict[str, Entry] = {}
     for name, entry in groups.items():
@@ -82,12 +90,16 @@ def check_groups(groups: OptimizerGroups) -> dict[str, Entry]:
                 for key in entry
                 if key not in _ENTRY_KEYS
             ]
+            config = dict(entry.get("config") or {})
+            for key, value in config.items():
+                wrong = check_setting(key, value)
+                if wrong is not None:
+                    problems.append(f"{where}.config.{key} {wrong}")
             try:
                 pattern = re.compile(entry["regex"])
             except re.error as error:
                 problems.append(f"{where}.regex: {entry['regex']!r} does not compile: {error}")
             else:
-                config = dict(entry.get("config") or {})
                 checked[name] = Entry(pattern, config, entry.get("factory"))
     if problems:
         raise ConfigError(problems)
@@ -201,5 +213,7 @@ def split_no_decay(groups: Sequence[Group], kinds: Kinds, kept_off: Collection[s
             result.append(replace(group, members=on))
         if off:
             config = {**group.config, "weight_decay": 0.0}
-            result.append(replace(group, name=f"{group.name}.no_decay", members=off, config=config))
+            result.append(
+                replace(group, name=f"{group.name}{NO_DECAY}", members=off, config=config)
+            )
     return result

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from headway.errors import ConfigError, unknown
+from headway.config.group_settings import unknown_setting
+from headway.errors import ConfigError
 from headway.optim.group_schedules import GROUP_KEY
 from headway.optim.groups import Group
 from headway.optim.kinds import Kinds
@@ -99,5 +100,5 @@ def _check_config(group: Group) -> None:
     for key in group.config:
         if key not in known:
             raise ConfigError(
-                f"optimizer_groups.{group.name}.config: {unknown('setting', key, sorted(known))}"
+                f"optimizer_groups.{group.name}.config: {unknown_setting(key, sorted(known))}"
             )

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headway.optim.groups import NO_DECAY
 from headway.optim.in_force import RATE, InForce
 
 # A rate that went through another type of number.
@@ -141,4 +142,4 @@ def is_told(key: str, overruled: Collection[Overruled]) -> bool:
 def _group_of(label: str) -> str:
     """The name in `optimizer_groups` of a param group, which may be a part of it."""
     whole = label.rpartition(" (")[0] if label.endswith(")") else label
-    return whole.removesuffix(".no_decay")
+    return whole.removesuffix(NO_DECAY)

@@ -103,6 +103,23 @@ def test_frozen_and_tied_parameters_appear_at_most_once():
         ({"g": {"regex": "x", "config": 3}}, "optimizer_groups.g.config"),
         ({"g": {"regex": "x", "confg": {}}}, "did you mean 'config'"),
         ({"g": {"regex": "x", "factory": "SGD"}}, "must be callable"),
+        ([{"regex": "x"}], "optimizer_groups must be a mapping of names to groups"),
+        *[
+            ({"g": {"regex": "x", "config": config}}, rf"optimizer_groups\.g\.config\.{message}")
+            for config, message in [
+                ({"lr": -1}, "lr must be a number, 0 or more, got -1"),
+                ({"lr": "fast"}, "lr must be a number, 0 or more, got 'fast'"),
+                ({"lr": "0.1"}, "lr .* without quotes"),
+                ({"lr": None}, "lr must be a number, 0 or more, got None"),
+                ({"lr": True}, "lr must be a number"),
+                ({"lr": float("nan")}, "lr must be a number"),
+                ({"weight_decay": -0.1}, "weight_decay must be"),
+                ({"betas": [0.5]}, r"betas must be a list of 2 numbers in \[0, 1\)"),
+                ({"betas": [0.9, 1.0]}, "betas must be"),
+                ({"nesterov": "no"}, "nesterov must be true or false, got 'no'"),
+                ({"group_name": "h"}, "group_name must be left out"),
+            ]
+        ],
     ],
 )
 def test_malformed_groups(groups, message):
@@ -205,12 +222,40 @@ def test_an_optimizer_without_decay_cannot_leave_it_off():
         build_optimizer(model(), args, cls_and_kwargs=(torch.optim.Rprop, {}))
 
 
-@pytest.mark.parametrize("optim", ["adamw", "muon"])
-def test_a_setting_that_the_optimizer_does_not_know_is_refused(optim):
+@pytest.mark.parametrize(
+    ("optim", "config", "message"),
+    [
+        ("adamw", {"wieght_decay": 0.0}, ": unknown .*mean 'weight_decay'"),
+        ("muon", {"wieght_decay": 0.0}, ": unknown .*mean 'weight_decay'"),
+        ("adamw", {"learning_rate": 0.1}, ": unknown .*mean 'lr'"),
+        ("muon", {"learning_rate": 0.1}, ": unknown .*mean 'lr'"),
+        # By the kind of the optimizer's own value.
+        ("sgd", {"dampening": "much"}, r"\.dampening must be a number, got 'much'"),
+        ("adamw", {"betas": [0.1, 0.2, 0.3]}, r"\.betas must be a list of 2 numbers"),
+        ("adamw", {"eps": [0.1, 0.2]}, r"\.eps must be a number"),
+        ("muon", {"ns_coefficients": [1.0]}, r"\.ns_coefficients must be a list of 3 numbers"),
+    ],
+)
+def test_a_setting_that_the_optimizer_cannot_use_is_refused(optim, config, message):
     args = TrainingArguments(use_cpu=True, optim=optim)
-    groups = {"g": {"regex": "norm", "config": {"wieght_decay": 0.0}}}
-    with pytest.raises(ConfigError, match=r"optimizer_groups\.g\.config.*mean 'weight_decay'"):
+    groups = {"g": {"regex": "norm|body", "config": config}}
+    with pytest.raises(ConfigError, match=rf"optimizer_groups\.g\.config{message}"):
         build_optimizer(model(), args, groups=groups)
+
+
+def test_settings_of_other_kinds_are_taken():
+    args = TrainingArguments(use_cpu=True)
+    config = {"lr": torch.tensor(0.1), "betas": [0.5, 0.6], "eps": 0, "fused": None}
+    built = build_optimizer(model(), args, groups={"g": {"regex": "norm", "config": config}})
+    assert built.param_groups[0]["betas"] == (0.5, 0.6) and built.param_groups[0]["lr"] == 0.1
+    groups = {"g": {"regex": "norm", "config": {"eps": [None, 0.1]}}}
+    built = build_optimizer(
+        model(), args, groups=groups, cls_and_kwargs=(torch.optim.Adafactor, {})
+    )
+    assert built.param_groups[0]["eps"] == (None, 0.1)
+    groups["g"]["config"]["eps"] = 0.1
+    with pytest.raises(ConfigError, match=r"g\.config\.eps must be a list, got 0\.1"):
+        build_optimizer(model(), args, groups=groups, cls_and_kwargs=(torch.optim.Adafactor, {}))
 
 
 def sgd(params):
