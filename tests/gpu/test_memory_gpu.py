@@ -134,13 +134,20 @@ def test_copies_run_beside_the_computation(tmp_path):
         if event.device_type == torch.autograd.DeviceType.CUDA:
             span = event.time_range.start, event.time_range.end
             is_copy = "Memcpy DtoH" in event.name or "Memcpy HtoD" in event.name
-            large = is_copy and span[1] - span[0] > 20
-            (copies if large else kernels).append(span)
+            (copies if is_copy else kernels).append(span)
     assert len(copies) > 50
-    beside = sum(
-        any(start < end_k and start_k < end for start_k, end_k in kernels) for start, end in copies
-    )
-    assert beside > 0.8 * len(copies)
+    beside = length(kernels) + length(copies) - length(kernels + copies)
+    # Which of the two is the shorter depends on the bus; most of it must hide behind the other.
+    assert beside > 0.5 * min(length(kernels), length(copies))
+
+
+def length(spans):
+    """The time that is covered by at least one of the spans."""
+    covered, reached = 0.0, 0.0
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
 
 
 def test_compiled_blocks_train_the_same(tmp_path, plain):
@@ -209,7 +216,7 @@ def test_a_model_built_on_the_device(tmp_path):
 
 
 def test_a_checkpoint_fills_a_model_without_values(tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 2, "save_async": False}
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_async": False, **EXACT}
     whole = make(tmp_path / "whole", 4, **saving)
     whole.train()
     make(tmp_path / "part", 4, stop_at=2, **saving).train()

@@ -10,6 +10,7 @@ what a forward gives see the head used, and a sharded head is whole at that mome
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -156,6 +157,12 @@ def liger_loss(head: nn.Module) -> FusedLossFunction:
 def cut_cross_entropy_loss(head: nn.Module) -> FusedLossFunction:
     """Apple's cut cross entropy; needs a GPU that triton knows and half precision."""
     linear_cross_entropy = _load("cut_cross_entropy").linear_cross_entropy
+    takes_bias = "bias" in inspect.signature(linear_cross_entropy).parameters
+    if getattr(head, "bias", None) is not None and not takes_bias:
+        raise ConfigError(
+            "fused_loss='cut_cross_entropy': the installed cut-cross-entropy takes no bias and the "
+            "model's head has one; use fused_loss='chunked' or 'liger'"
+        )
 
     def loss(
         hidden: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None = None
@@ -166,8 +173,9 @@ def cut_cross_entropy_loss(head: nn.Module) -> FusedLossFunction:
                 f"fused_loss='cut_cross_entropy' computes in bfloat16 or float16, the hidden "
                 f"states are {rows.dtype}; set mixed_precision='bf16'"
             )
+        biased = {"bias": bias} if bias is not None else {}
         total: Tensor = linear_cross_entropy(
-            rows, weight, flat, bias=bias, ignore_index=IGNORED_LABEL, reduction="sum"
+            rows, weight, flat, ignore_index=IGNORED_LABEL, reduction="sum", **biased
         )
         return total / _count(num_items_in_batch, flat)
 

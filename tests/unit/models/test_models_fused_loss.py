@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from headway import ConfigError, Trainer, TrainingArguments
-from headway.models.fused_loss import chunked_loss
+from headway.models.fused_loss import chunked_loss, cut_cross_entropy_loss
 from headway.models.loss import IGNORED_LABEL, cross_entropy_sum
 from headway.precision import fp8
 from headway.testing import tiny_dataset, tiny_decoder, tiny_llama
@@ -172,3 +172,12 @@ def test_losses_that_are_not_there(tmp_path, monkeypatch):
         train(tmp_path, tiny_decoder(), fused_loss="liger")
     with pytest.raises(ConfigError, match="must return a function"):
         train(tmp_path, tiny_decoder(), fused_loss_factory=lambda head: 3)
+
+
+def test_a_head_with_a_bias_needs_a_package_that_takes_one(monkeypatch):
+    package = types.ModuleType("cut_cross_entropy")
+    package.linear_cross_entropy = lambda e, c, targets, ignore_index=-100, reduction="mean": None
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", package)
+    cut_cross_entropy_loss(torch.nn.Linear(4, 8, bias=False))
+    with pytest.raises(ConfigError, match=r"takes no bias.*'chunked'"):
+        cut_cross_entropy_loss(torch.nn.Linear(4, 8))
