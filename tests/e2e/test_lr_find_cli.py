@@ -100,7 +100,24 @@ def test_the_rate_of_another_optimizer_is_applied_where_it_is(
     facts = json.loads(capsys.readouterr().out)
     assert facts["applied"] == "optimizer.init_args.lr"
     rate = float(f"{facts['suggested_lr']:.2e}")
+    assert facts["applied_values"] == {"optimizer.init_args.lr": rate}
     assert (folder / "run.yaml").read_text() == RUN + added.replace("0.001", repr(rate))
+
+
+def test_both_rates_of_muon_are_applied_in_their_proportion(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    added = "  optim: muon\n  optim_args: {adamw_lr: 2.0e-6}  # a fifth\n"
+    (folder / "run.yaml").write_text(RUN + added)
+    assert find("--seeds", "1", "--apply", "--output", "found.json") == 0
+    told = capsys.readouterr().out
+    rate = json.loads((folder / "found.json").read_text())["suggested_lr"]
+    both = [float(f"{rate:.2e}"), float(f"{rate * 0.2:.2e}")]
+    changed = added.replace("2.0e-6", repr(both[1]))
+    assert (folder / "run.yaml").read_text() == RUN.replace("1.0e-5", repr(both[0])) + changed
+    assert f"applied: args.learning_rate = {both[0]:.2e} in run.yaml" in told
+    assert f"applied: args.optim_args.adamw_lr = {both[1]:.2e} in run.yaml" in told
+    assert f"{both[1]:.2e} (args.optim_args.adamw_lr, in the proportion that it has now)" in told
 
 
 def test_no_suggestion_is_told_and_nothing_applied(

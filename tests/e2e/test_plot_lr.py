@@ -61,8 +61,11 @@ def trained_rates(*overrides: str) -> dict[str, list[float]]:
 
     class Watch:
         def on_step_begin(self, optimizer):
-            for group in optimizer.param_groups:
-                rates.setdefault(group["group_name"], []).append(group["lr"])
+            names = [group["group_name"] for group in optimizer.param_groups]
+            for name, group in zip(names, optimizer.param_groups):
+                if names.count(name) > 1:
+                    name += f" ({group['optimizer_class']})"
+                rates.setdefault(name, []).append(group["lr"])
 
     trainer.add_callback(Watch())
     trainer.train()
@@ -76,8 +79,16 @@ def trained_rates(*overrides: str) -> dict[str, list[float]]:
         ("--args.max_steps=-1", "--args.num_train_epochs=1.3"),
         ("--args.lr_scheduler_unit=tokens", "--args.warmup_steps=0", "--args.warmup_ratio=0.25"),
         ("--args.lr_scheduler_type=wsd", "--args.warmup_steps=0"),
+        (
+            "--optimizer_groups.heads={regex: head, factory: {class_path: torch.optim.SGD, "
+            "init_args: {lr: 0.5}}}",
+            "--optimizer_groups.nothing={regex: adapter}",
+            "--args.no_decay_on=[norm, bias]",
+        ),
+        ("--args.optim=muon", "--args.optim_args={adamw_lr: 0.002}"),
+        ("--optimizer={class_path: torch.optim.SGD, init_args: {lr: 0.3}}",),
     ],
-    ids=["steps", "epochs", "tokens", "wsd"],
+    ids=["steps", "epochs", "tokens", "wsd", "factory", "muon", "optimizer"],
 )
 def test_it_shows_what_the_training_does(here, capsys, overrides):
     shown = json.loads(plot(capsys, "--json", *overrides))
@@ -89,7 +100,7 @@ def test_it_shows_what_the_training_does(here, capsys, overrides):
         for name in part["groups"]:
             for step, rate in enumerate(trained[name]):
                 assert at[step * stride] == pytest.approx(rate, abs=1e-15), (name, step)
-    assert len(trained["norms"]) == shown["steps"]
+    assert {len(rates) for rates in trained.values()} == {shown["steps"]}
 
 
 def test_text_has_a_line_per_schedule_and_its_key_points(here, capsys):
@@ -143,14 +154,16 @@ def test_a_schedule_without_an_end(here, capsys):
         (["--args.warmup_steps=13"], "longer than the training of 12 steps"),
         (["--args.warmup_ratio=0.5"], "give one of them"),
         (["--optimizer_groups.norms.config.lr_scheduler.type=line"], "optimizer_groups.norms"),
+        (["--optimizer_groups.norms.config.lrr=0.1"], "did you mean 'lr'?"),
+        (["--optimizer_groups.norms.confg={lr: 0.1}"], "did you mean 'config'?"),
     ],
 )
 def test_mistakes(here, capsys, words, message):
     assert message in plot(capsys, *words, code=2)
 
 
-def test_no_torch_is_needed_where_the_length_is_given(here):
-    assert_no_import(["headway", "plot-lr", "run.yaml"], cwd=here)
+def test_no_torch_is_needed_where_the_arguments_tell_length_and_rates(here):
+    assert_no_import(["headway", "plot-lr", "run.yaml", "--optimizer_groups=null"], cwd=here)
 
 
 def test_a_missing_package_is_named_before_any_work(here, capsys, monkeypatch):

@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     def load() -> tuple[RunConfig, dict[str, Any]]:
         run_config = load_run(options.config, options.overrides)
         if options.apply:
-            find_key(run_config)
+            find_keys(run_config)
         return run_config, {"use_cpu": run_config.args.use_cpu, "device": run_config.args.device}
 
     return run_as_rank(load, lambda run_config: _run(options, run_config))
@@ -145,21 +145,33 @@ def _report(options: argparse.Namespace, run_config: RunConfig, result: LRFinder
         _write(result, Path(options.output))
     if not options.json:
         _print(result, run_config)
-    applied = None
+    applied: dict[str, float] = {}
     if options.apply and result.suggested_lr is not None:
         from headway.cli.run_file_edit import set_options
 
-        applied = find_key(run_config)
-        set_options(options.config, {applied: float(f"{result.suggested_lr:.2e}")})
+        applied = spread_rate(result.suggested_lr, find_keys(run_config))
+        set_options(options.config, applied)
     if options.json:
-        print_json({**result.to_dict(), "applied": applied})
+        first = next(iter(applied), None)
+        print_json({**result.to_dict(), "applied": first, "applied_values": applied})
         return
     if options.output is not None:
         write_line(f"written: {options.output}")
-    if applied is not None:
-        print(f"applied: {applied} = {result.suggested_lr:.2e} in {options.config}")
-        if any(word.startswith(f"--{applied}=") for word in options.overrides):
-            write_line(f"note: --{applied} on the command line still goes before the run file")
+    for key, rate in applied.items():
+        print(f"applied: {key} = {rate:.2e} in {options.config}")
+        if any(_sets(word, key) for word in options.overrides):
+            write_line(f"note: --{key} on the command line still goes before the run file")
+
+
+def _sets(override: str, key: str) -> bool:
+    """Whether a word of the command line sets a key, or what it is in."""
+    name = override.partition("=")[0].removeprefix("--")
+    return f"{key}.".startswith(f"{name}.")
+
+
+def spread_rate(rate: float, keys: dict[str, float]) -> dict[str, float]:
+    """The value of every key: the rate times the part that belongs to it."""
+    return {key: float(f"{rate * part:.2e}") for key, part in keys.items()}
 
 
 def _write(result: LRFinderResult, path: Path) -> None:
@@ -189,17 +201,30 @@ def _print(result: LRFinderResult, run_config: RunConfig) -> None:
         rows.append(("suggestion", f"none: {result.reason}"))
     else:
         rows.append(("suggestion", f"{result.suggested_lr:.2e}"))
+        for key, rate in spread_rate(result.suggested_lr, _other_rates(run_config)).items():
+            rows.append(("with it", f"{rate:.2e} ({key}, in the proportion that it has now)"))
     if result.lrs:
         tried = f"{result.lrs[0]:.2e} to {result.lrs[-1]:.2e}"
         early = sorted({run.stopped for run in result.runs if run.stopped is not None})
         words = {"diverged": "the loss ran away", "nonfinite": "the loss was no number"}
         rows.append(("tried", tried + "".join(f"; {words[reason]} there" for reason in early)))
-    rows.append(("configured", f"{run_config.args.learning_rate:.2e} (args.learning_rate)"))
+    rows += _configured(run_config)
     print_table(rows)
 
 
-def find_key(run_config: RunConfig) -> str:
-    """Where the run has the rate that a search finds; `ConfigError` if no single key has it."""
+def _configured(run_config: RunConfig) -> list[tuple[str, str]]:
+    """The rate that the run has now, where a key of it tells."""
+    if run_config.optimizer is None:
+        return [("configured", f"{run_config.args.learning_rate:.2e} (args.learning_rate)")]
+    rate = run_config.optimizer.init_args.get("lr")
+    return [] if rate is None else [("configured", f"{rate:.2e} (optimizer.init_args.lr)")]
+
+
+def find_keys(run_config: RunConfig) -> dict[str, float]:
+    """The keys of a run that hold the rate which a search finds, and what part of it each has.
+
+    The first has it whole. `ConfigError` where there are rates that no such key holds.
+    """
     own = [
         f"optimizer_groups.{name}"
         for name, entry in (run_config.optimizer_groups or {}).items()
@@ -211,10 +236,19 @@ def find_key(run_config: RunConfig) -> str:
             "rate; leave --apply out and scale all rates by the same factor"
         )
     if run_config.optimizer is None:
-        return "args.learning_rate"
+        return {"args.learning_rate": 1.0, **_other_rates(run_config)}
     if "lr" in run_config.optimizer.init_args:
-        return "optimizer.init_args.lr"
+        return {"optimizer.init_args.lr": 1.0}
     raise ConfigError(
         f"--apply: the run's optimizer is {run_config.optimizer.class_path}, which takes no rate "
         "from args.learning_rate; give it optimizer.init_args.lr"
     )
+
+
+def _other_rates(run_config: RunConfig) -> dict[str, float]:
+    """Rates beside args.learning_rate, as parts of it: that of the AdamW beside Muon."""
+    args = run_config.args
+    rate = (args.optim_args or {}).get("adamw_lr")
+    if run_config.optimizer is not None or args.optim != "muon" or rate is None:
+        return {}
+    return {"args.optim_args.adamw_lr": rate / args.learning_rate if args.learning_rate else 1.0}

@@ -1,8 +1,8 @@
 """`headway plot-lr CONFIG`: the learning-rate schedule of a run, before the run.
 
-Reads the groups and their rates from the run file and builds no model. The data is opened only
-where the length of the training, or the tokens of a step, depend on it. Writes nothing but the
-picture that `--output` names.
+The model is built only where it decides which groups there are, and at which rates, and then
+without memory for its weights. The data is opened only where the length of the training, or the
+tokens of a step, depend on it. Writes nothing but the picture that `--output` names.
 """
 
 from __future__ import annotations
@@ -155,43 +155,52 @@ def _count_shares(args: TrainingArguments, num_ranks: int) -> int:
     return max(1, num_ranks // (getattr(args, "pipeline_size", None) or num_ranks))
 
 
-def _read_groups(run_config: RunConfig) -> list[dict[str, Any]]:
-    """Param groups as the run file has them: a name, a rate, and perhaps a schedule."""
-    rate = _base_rate(run_config)
-    groups = [
-        {"group_name": name, "lr": rate, **((entry or {}).get("config") or {})}
-        for name, entry in (run_config.optimizer_groups or {}).items()
-        if entry is not None
+def _has_one_rate(run_config: RunConfig) -> bool:
+    """Whether the arguments tell all rates, so that no model is needed to know the groups."""
+    args = run_config.args
+    return (
+        run_config.optimizer is None
+        and run_config.lr_scheduler is None
+        and not any((run_config.optimizer_groups or {}).values())
+        and args.optim != "muon"
+        and not args.no_decay_on
+    )
+
+
+def _read_groups(run_config: RunConfig) -> tuple[list[dict[str, Any]], Any, Any]:
+    """Param groups as the run will have them, and the optimizer and the scheduler they are of.
+
+    The model is built without memory for its weights: which groups there are, and at which rates,
+    is decided by its parameters, the optimizer, and what makes the optimizer of a group.
+    """
+    if _has_one_rate(run_config):
+        rate = run_config.args.learning_rate
+        return [{"group_name": "__default__", "lr": rate}], None, None
+    from headway.trainers import from_config
+
+    model, _ = from_config.build_model_to_look_at(run_config)
+    optimizer, scheduler = from_config.build_optimizer_and_scheduler(run_config, model)
+    return optimizer.param_groups, optimizer, scheduler
+
+
+def _name_groups(groups: list[dict[str, Any]]) -> list[str]:
+    """A name for each; one that several optimizers share is told apart by them."""
+    names = [str(group.get("group_name", number)) for number, group in enumerate(groups)]
+    return [
+        f"{name} ({group['optimizer_class']})"
+        if names.count(name) > 1 and "optimizer_class" in group
+        else name
+        for name, group in zip(names, groups)
     ]
-    return [*groups, {"group_name": "__default__", "lr": rate}]
-
-
-def _base_rate(run_config: RunConfig) -> float:
-    args, optimizer = run_config.args, run_config.optimizer
-    if optimizer is None:
-        given = getattr(args, "optim_args", None) or {}
-        return float(given.get("lr", args.learning_rate))
-    if "lr" in optimizer.init_args:
-        return float(optimizer.init_args["lr"])
-    import inspect
-
-    from headway.config.components import load_target
-    from headway.config.registry import resolve_name
-
-    target = load_target(resolve_name(optimizer.class_path, "optimizer"), "optimizer")
-    parameter = inspect.signature(target).parameters.get("lr")
-    if parameter is None or not isinstance(parameter.default, int | float):
-        raise ConfigError(
-            f"optimizer.init_args.lr: give it to plot the schedule; {optimizer.class_path} has no "
-            f"learning rate by default"
-        )
-    return float(parameter.default)
 
 
 def _read_schedules(run_config: RunConfig, span: Span, shown_steps: int | None) -> list[Schedule]:
-    groups = _read_groups(run_config)
+    groups, optimizer, scheduler = _read_groups(run_config)
+    names = _name_groups(groups)
     if run_config.lr_scheduler is not None:
-        return _try_out(run_config, groups, span, shown_steps)
+        num_steps = span.steps or shown_steps or _FEWEST_STEPS
+        kind = run_config.lr_scheduler.class_path
+        return _try_out(optimizer, scheduler, names, kind, num_steps)
     from headway.optim.group_schedules import make_specs
 
     specs = make_specs(
@@ -203,8 +212,8 @@ def _read_schedules(run_config: RunConfig, span: Span, shown_steps: int | None) 
     )
     found: list[Schedule] = []
     keys: list[Any] = []
-    for group, spec in zip(groups, specs):
-        rate, name = float(group["lr"]), str(group["group_name"])
+    for name, group, spec in zip(names, groups, specs):
+        rate = float(group["lr"])
         key = (spec.describe(), rate)
         if key in keys:
             found[keys.index(key)].groups.append(name)
@@ -217,37 +226,21 @@ def _read_schedules(run_config: RunConfig, span: Span, shown_steps: int | None) 
 
 
 def _try_out(
-    run_config: RunConfig, groups: list[dict[str, Any]], span: Span, shown_steps: int | None
+    optimizer: Any, scheduler: Any, names: list[str], kind: str, num_steps: int
 ) -> list[Schedule]:
-    """The rates of a scheduler object, by stepping it over parameters of its own."""
-    import torch
-
-    from headway.config.components import instantiate
-    from headway.optim.build import check_scheduler
-    from headway.optim.group_schedules import refuse_group_schedules
-
-    component = run_config.lr_scheduler
-    assert component is not None
-    refuse_group_schedules(groups)
-    optimizer = torch.optim.AdamW(
-        [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": group["lr"]} for group in groups]
-    )
-    scheduler = instantiate(component, "lr_scheduler", optimizer=optimizer)
-    check_scheduler(scheduler)
-    rates: list[list[float]] = [[] for _ in groups]
-    for _ in range((span.steps or shown_steps or _FEWEST_STEPS) + 1):
+    """The rates that a scheduler object gives, by stepping it; nothing has a gradient."""
+    rates: list[list[float]] = [[] for _ in names]
+    optimizer.step()  # torch wants to see one before the scheduler's
+    for _ in range(num_steps + 1):
         for own, group in zip(rates, optimizer.param_groups):
             own.append(float(group["lr"]))
-        optimizer.step()
         scheduler.step()
     found: dict[tuple[float, ...], Schedule] = {}
-    for group, own in zip(groups, rates):
+    for name, own in zip(names, rates):
         if tuple(own) in found:
-            found[tuple(own)].groups.append(str(group["group_name"]))
+            found[tuple(own)].groups.append(name)
         else:
-            found[tuple(own)] = Schedule(
-                [str(group["group_name"])], component.class_path, 0, 1.0, _look_up(own), None
-            )
+            found[tuple(own)] = Schedule([name], kind, 0, 1.0, _look_up(own), None)
     return list(found.values())
 
 

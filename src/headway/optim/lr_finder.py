@@ -20,6 +20,7 @@ from headway.dist.seed import derive_seed, seed_all
 from headway.errors import ConfigError
 from headway.optim.lr_range import RangeOptions, RangeTest, run_range_test
 from headway.optim.lr_suggest import Suggestions, suggest
+from headway.optim.multi import GROUP_CLASS
 from headway.optim.preserved import preserve
 
 LossFunction = Callable[[nn.Module, Any, Any], Tensor]
@@ -114,13 +115,12 @@ def _spread(each: Sequence[Suggestions]) -> dict[str, tuple[float, float]]:
 
 
 class Rates:
-    """Sets the rate of an optimizer; its groups keep their ratio to the first one."""
+    """Sets the rate of an optimizer; its groups keep their ratio to the leading one."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, leading: float | None = None) -> None:
         self._groups = optimizer.param_groups
-        base = [float(group.get("initial_lr", group["lr"])) for group in self._groups]
-        self.is_uniform = all(rate == base[0] for rate in base)
-        self._ratios = [rate / base[0] if base[0] else 1.0 for rate in base]
+        base = leading_rate(optimizer)[1] if leading is None else leading
+        self._ratios = [_rate_of(group) / base if base else 1.0 for group in self._groups]
 
     def set(self, lr: float) -> None:
         for group, ratio in zip(self._groups, self._ratios):
@@ -128,6 +128,18 @@ class Rates:
                 group["lr"].fill_(lr * ratio)
             else:
                 group["lr"] = lr * ratio
+
+
+def leading_rate(optimizer: Optimizer) -> tuple[bool, float]:
+    """The rate that stands for an optimizer's: that of the first group, but of Muon's before those
+    of the AdamW beside it. The first value says whether it is Muon's."""
+    groups = optimizer.param_groups
+    of_muon = [group for group in groups if group.get(GROUP_CLASS) == torch.optim.Muon.__name__]
+    return bool(of_muon), _rate_of((of_muon or groups)[0])
+
+
+def _rate_of(group: Mapping[str, Any]) -> float:
+    return float(group.get("initial_lr", group["lr"]))
 
 
 def lr_find(

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from headway.data.loader import WindowLoader
+from headway.dist.agreement import exchange
 from headway.dist.failure import guard_run
 from headway.dist.seed import derive_seed, seed_all
 from headway.engine.counts import count_window
@@ -23,6 +24,7 @@ from headway.optim.lr_finder import (
     Rates,
     check_num_seeds,
     check_rereadable,
+    leading_rate,
     preserve_reading,
 )
 from headway.optim.lr_range import RangeOptions, run_range_test
@@ -137,8 +139,9 @@ class LearningRateFinding:
         self, optimizer: Optimizer, windows: Iterator[Window]
     ) -> Callable[[float], float]:
         """One optimizer step at a given rate, as the loop takes it, without its events."""
-        strategy, objective, rates = self.strategy, self._objective, Rates(optimizer)
+        strategy, objective = self.strategy, self._objective
         assert strategy is not None and objective is not None
+        rates = Rates(optimizer, self._agree_on_rate(optimizer))
 
         def step(lr: float) -> float:
             window = next(windows)
@@ -156,6 +159,12 @@ class LearningRateFinding:
             return float(total)
 
         return step
+
+    def _agree_on_rate(self, optimizer: Optimizer) -> float:
+        """The rate that all others keep their ratio to: ranks may have different param groups."""
+        own = leading_rate(optimizer)
+        found = [own] if self.env.world_size == 1 else exchange(list(own))
+        return float(next((rate for of_muon, rate in found if of_muon), found[0][1]))
 
     def _build_trial_optimizer(self, model: nn.Module) -> Optimizer:
         """The run's optimizer, for a trial before there is a run."""

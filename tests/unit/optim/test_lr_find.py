@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway.errors import ConfigError
 from headway.optim import LRFinderResult, lr_find
+from headway.optim.lr_finder import Rates, leading_rate
 from headway.optim.multi import JoinedOptimizer
 from headway.optim.preserved import Preserved, preserve, uninterrupted
 
@@ -153,6 +154,15 @@ def test_groups_keep_their_ratio_and_tensors_their_place() -> None:
         Two(), [torch.ones(1)], start_lr=1e-3, end_lr=1e-1, num_iterations=3, optimizer_factory=make
     )
     assert [b / a for a, b in seen] == pytest.approx([10] * 3)
+
+
+def test_the_rate_of_muon_stands_for_that_of_the_adamw_beside_it() -> None:
+    vector, matrix = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 2))
+    parts = [torch.optim.AdamW([vector], lr=0.1), torch.optim.Muon([matrix], lr=1.0)]
+    joined = JoinedOptimizer(parts)
+    assert leading_rate(joined) == (True, 1.0) and leading_rate(parts[0]) == (False, 0.1)
+    Rates(joined).set(0.5)
+    assert [group["lr"] for group in joined.param_groups] == [0.05, 0.5]
 
 
 class Unsized:

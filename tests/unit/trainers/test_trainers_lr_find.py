@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from headway import Trainer, TrainingArguments
+from headway.dist.env import DistributedEnv
 from headway.engine.events import TrainerCallback
 from headway.errors import ConfigError
 from headway.testing import tiny_dataset
+from headway.trainers import lr_find
 from headway.trainers.parallel import AccelTrainer
 
 NUM_STEPS = 6
@@ -364,6 +366,20 @@ def test_seeds_differ_in_order_and_calls_agree(tmp_path: Path) -> None:
     assert len({tuple(run.losses) for run in first.runs}) == 3
     assert trainer.lr_find(num_iterations=8, num_seeds=3).to_dict() == first.to_dict()
     assert trainer.lr_find(num_iterations=8).losses == first.runs[0].losses
+
+
+def test_ranks_with_other_groups_keep_the_ratio_to_one_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage of a pipeline may hold AdamW's parameters only, and another one Muon's as well."""
+    trainer = make_trainer(tmp_path)
+    trainer.env = DistributedEnv(world_size=3)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.1)
+    others: list[Any] = [[True, 1.0], [False, 0.7]]
+    monkeypatch.setattr(lr_find, "exchange", lambda own: [own, *others])
+    assert trainer._agree_on_rate(optimizer) == 1.0
+    del others[0]
+    assert trainer._agree_on_rate(optimizer) == 0.1
 
 
 def test_mistakes(tmp_path: Path) -> None:
