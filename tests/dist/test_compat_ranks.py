@@ -70,6 +70,7 @@ def train(
         learning_rate=1e-2,
         gradient_accumulation=accumulation,
         scheduler="linear",
+        mixed_precision="fp32",
     )
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9) if own else None

@@ -103,24 +103,34 @@ def test_an_overridden_training_step_is_refused() -> None:
         Own(TrainerConfig())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_precision_on_a_cpu_model_is_the_models_own(precision: str, tmp_path: Path) -> None:
-    model = make_model()
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)],
+)
+def test_operations_run_in_the_precision_and_weights_stay(
+    precision: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model, seen = make_model(), set()
+    model.linear.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
     train(make_config(tmp_path, max_steps=1, mixed_precision=precision), model=model)
+    assert seen == {dtype}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_precision_on_another_device_says_what_to_set(precision: str) -> None:
-    with pytest.raises(ConfigError, match="not available yet on cuda; set mixed_precision='fp32'"):
-        make_arguments(
-            TrainerConfig(mixed_precision=precision),
-            device=torch.device("cuda"),
-            total_steps=1,
-            batch_size=1,
-            num_eval_steps=None,
-            builds_scheduler=True,
-        )
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("precision", "expected"), [("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "no")]
+)
+def test_precision_is_headways_own(precision: str, expected: str, device: str) -> None:
+    args = make_arguments(
+        TrainerConfig(mixed_precision=precision),
+        device=torch.device(device),
+        total_steps=1,
+        batch_size=1,
+        num_eval_steps=None,
+        builds_scheduler=True,
+    )
+    assert args.mixed_precision == expected
 
 
 def test_the_config_becomes_headways_arguments() -> None:
@@ -156,8 +166,7 @@ def test_each_strategy_has_its_trainer_and_arguments(strategy: str, expected: ty
     chosen = TRAINERS[strategy].arguments_class
     assert chosen is expected
     args = make_arguments(
-        # Elsewhere an error on CUDA; DeepSpeed's precision is its own.
-        TrainerConfig(mixed_precision="bf16" if strategy == "deepspeed" else "fp32"),
+        TrainerConfig(mixed_precision="bf16"),
         device=torch.device("cuda", 0),
         total_steps=4,
         batch_size=2,
@@ -167,6 +176,8 @@ def test_each_strategy_has_its_trainer_and_arguments(strategy: str, expected: ty
         world_size=2,
     )
     assert type(args) is expected
+    # DeepSpeed's precision is its own.
+    assert args.mixed_precision == (None if strategy == "deepspeed" else "bf16")
     assert args.device is None  # rank 1 is not to train on rank 0's device
 
 

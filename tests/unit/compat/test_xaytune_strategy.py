@@ -50,7 +50,7 @@ def test_deepspeed_is_told_what_the_run_needs(monkeypatch: pytest.MonkeyPatch) -
         strategies, "make_deepspeed_plugin", lambda **settings: told.update(settings)
     )
     monkeypatch.setattr("accelerate.Accelerator", lambda **settings: settings)
-    config, args = make_config(Path("unused")), object()
+    config, args = make_config(Path("unused"), mixed_precision="bf16"), object()
     options = strategy_options("deepspeed", config, args, torch.device("cpu"))  # type: ignore[arg-type]
     assert told == {"args": args, "mixed_precision": "no"}
     assert [h.backend for h in options["accelerator"]["kwargs_handlers"]] == ["gloo"]

@@ -52,6 +52,7 @@ def make_config(folder: Path, **options: Any) -> TrainerConfig:
         "output_dir": str(folder),
         "num_epochs": 2,
         "learning_rate": 1e-2,
+        "mixed_precision": "fp32",
         "checkpoint_every_n_steps": 0,
         "save_last": False,
     }

@@ -40,7 +40,7 @@ class TrainerConfig:
     """`none`: one device. `ddp`, `fsdp`, `deepspeed`: the ranks that a launcher started.
     `auto`: `none` alone; on several ranks `ddp`, or `fsdp` where the model is too large for it."""
     mixed_precision: str = "bf16"
-    """On a CPU model everything runs in the model's own precision; elsewhere only `fp32` yet."""
+    """Autocast to `bf16`, or to `fp16` with loss scaling; `fp32`: the precision of the weights."""
     batch_size: int = 4
     """Samples per batch where the data loader does not tell; the loader is used as it is."""
     gradient_accumulation: int = 1

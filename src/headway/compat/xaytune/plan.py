@@ -21,6 +21,8 @@ from headway.optim.warmup import resolve_warmup_steps
 
 # Optimizer steps in an epoch of a loader that cannot tell: it ends by itself, long before.
 _UNSIZED_EPOCH_STEPS = 10**12
+# Here float32 means that nothing is done: operations run in the precision of the weights.
+_PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
 
 
 class Batches:
@@ -83,8 +85,6 @@ def make_arguments(
     world_size: int = 1,
 ) -> TrainingArguments:
     """Headway's arguments for this configuration."""
-    if arguments_class is not AccelTrainingArguments:  # there precision is the Accelerator's
-        _check_precision(config, device)
     if builds_scheduler and total_steps is None:
         _check_schedule_without_length(config)
     warmup_steps = config.warmup_steps
@@ -101,6 +101,8 @@ def make_arguments(
     if num_eval_steps is not None:
         fields["eval_strategy"] = "steps" if num_eval_steps else "epoch"
         fields["eval_steps"] = num_eval_steps or 100
+    if arguments_class is not AccelTrainingArguments:  # there precision is the Accelerator's
+        fields["mixed_precision"] = _PRECISIONS[config.mixed_precision]
     return arguments_class(
         output_dir=config.output_dir,
         save_async=config.async_checkpoint,
@@ -124,14 +126,6 @@ def make_arguments(
         gradient_checkpointing=config.activation_checkpointing,
         **fields,
     )
-
-
-def _check_precision(config: TrainerConfig, device: torch.device) -> None:
-    if config.mixed_precision != "fp32" and device.type not in ("cpu", "meta"):
-        raise ConfigError(
-            f"mixed_precision={config.mixed_precision!r} is not available yet on {device.type}; "
-            f"set mixed_precision='fp32' to train in the model's own precision"
-        )
 
 
 def _check_schedule_without_length(config: TrainerConfig) -> None:
