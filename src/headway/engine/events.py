@@ -1,7 +1,8 @@
 """Events and the callbacks that listen to them.
 
 Owns the list of events, the callback base class, registration (names, order, binding) and
-dispatch. Does not own when an event fires (loop, evaluate, trainer) nor what flags lead to.
+dispatch, with what follows when a handler raises. Does not own when an event fires (loop,
+evaluate, trainer) nor what flags lead to.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ COMMON_ARGUMENTS = (
     "trainer",
 )
 _SUBJECTS = ("args", "state", "control")
+FAILURE_POLICIES = ("raise", "disable")
+# Before the first step a mistake in an observer's options is worth stopping for.
+_EVENTS_OF_SETUP = ("on_init_end", "on_train_begin")
 
 Handler = Callable[[Any, TrainerState, TrainerControl, dict[str, Any]], Any]
 
@@ -71,6 +75,12 @@ class TrainerCallback:
 
     priority: int = 0
     """Higher runs first; equal ones keep the order of registration."""
+    failure_policy: str = "raise"
+    """What an exception in a handler does: `raise` ends the run, `disable` only the callback.
+
+    A callback that only observes chooses `disable`: it warns and hears of nothing but `on_close`
+    from then on. Its `ConfigError` before the first step still ends the run.
+    """
 
     @property
     def name(self) -> str:
@@ -148,6 +158,8 @@ class EventBus:
         self.kwargs: dict[str, Any] = dict.fromkeys(COMMON_ARGUMENTS)
         self.stopped_by: tuple[str, str, str] | None = None
         """Who first asked to end the run: (callback name, event, "stop" or "abort")."""
+        self.disabled: dict[str, str] = {}
+        """Callbacks that failed and are called no more: name -> what happened."""
         self._callbacks: list[tuple[str, Any]] = []
         self._handlers: dict[str, list[tuple[str, Handler]]] = {event: [] for event in EVENTS}
 
@@ -165,8 +177,14 @@ class EventBus:
         for method in methods:
             if method not in EVENTS:
                 raise ConfigError(f"callback {wanted!r}: " + unknown("event", method, EVENTS))
-        if name is not None and name in self.callbacks:
-            raise ConfigError(f"two callbacks have the name {name!r}; give each its own")
+        policy = _policy(callback)
+        if policy not in FAILURE_POLICIES:
+            raise ConfigError(
+                f"callback {wanted!r}: " + unknown("failure_policy", policy, FAILURE_POLICIES)
+            )
+        chosen = name or getattr(callback, "__dict__", {}).get("callback_name")
+        if chosen is not None and chosen in self.callbacks:
+            raise ConfigError(f"two callbacks have the name {chosen!r}; give each its own")
         unique, count = wanted, 1
         while unique in self.callbacks:
             count += 1
@@ -182,6 +200,7 @@ class EventBus:
             found = entry[1]
             if isinstance(found, callback) if isinstance(callback, type) else found is callback:
                 self._callbacks.remove(entry)
+                self.disabled.pop(entry[0], None)
                 self._rebuild()
                 return found
         return None
@@ -196,10 +215,12 @@ class EventBus:
                 (name, _bind(callback, name, event))
                 for name, callback in self._callbacks
                 if event in _own_methods(callback)
+                and (name not in self.disabled or event == "on_close")
             ]
 
     def fire(self, event: str, **extra: Any) -> None:
-        """Deliver an event; an exception in a handler propagates and names its callback."""
+        """Deliver an event; what a handler raises names its callback and ends the run, unless the
+        callback's policy is to be disabled."""
         handlers = self._handlers[event]
         if not handlers:
             return
@@ -207,20 +228,43 @@ class EventBus:
             try:
                 self._deliver(name, event, handler, extra)
             except BaseException as error:
+                mistake = isinstance(error, ConfigError) and event in _EVENTS_OF_SETUP
+                if not mistake and self._disable(name, event, error):
+                    continue
                 error.add_note(f"raised by callback {name!r} in {event}")
                 raise
 
     def fire_to_all(self, event: str, **extra: Any) -> list[BaseException]:
-        """Deliver an event to every handler even if some raise; returns what they raised."""
+        """Deliver an event to every handler even if some raise; returns what they raised, without
+        that of callbacks whose policy is to be disabled."""
         errors: list[BaseException] = []
         for name, handler in tuple(self._handlers[event]):
             try:
                 self._deliver(name, event, handler, extra)
             except Exception as error:
+                if self._disable(name, event, error):
+                    continue
                 error.add_note(f"raised by callback {name!r} in {event}")
                 logger.exception("callback %r failed in %s", name, event)
                 errors.append(error)
         return errors
+
+    def _disable(self, name: str, where: str, error: BaseException) -> bool:
+        """Go on without a callback that failed; False where its policy, or the error, forbids."""
+        if not isinstance(error, Exception) or _policy(self.callbacks.get(name)) != "disable":
+            return False
+        if name in self.disabled:  # it failed again, in `on_close` or in `state_dict`
+            logger.debug("disabled callback %r failed in %s", name, where, exc_info=error)
+            return True
+        logger.warning(
+            "callback %r failed in %s and is disabled; training goes on without it",
+            name,
+            where,
+            exc_info=error,
+        )
+        self.disabled[name] = f"{where}: {type(error).__name__}: {error}"
+        self._rebuild()
+        return True
 
     def _deliver(self, name: str, event: str, handler: Handler, extra: Mapping[str, Any]) -> None:
         before = self.control
@@ -244,24 +288,37 @@ class EventBus:
         """State of every callback that has some, by unique name."""
         states: dict[str, Any] = {}
         for name, callback in self._callbacks:
-            if callable(getattr(callback, "state_dict", None)):
-                states[name] = callback.state_dict()
-            elif _exports_state(callback):
-                states[name] = callback.state()
+            try:
+                if callable(getattr(callback, "state_dict", None)):
+                    states[name] = callback.state_dict()
+                elif _exports_state(callback):
+                    states[name] = callback.state()
+            except Exception as error:
+                if not self._disable(name, "state_dict", error):
+                    raise
         return states
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
         for name, callback in self._callbacks:
             if name not in states:
                 continue
-            if callable(getattr(callback, "load_state_dict", None)):
-                callback.load_state_dict(states[name])
-            elif _exports_state(callback):
-                # from_state makes a new object; the registered one keeps its identity.
-                vars(callback).update(vars(type(callback).from_state(states[name])))
+            try:
+                if callable(getattr(callback, "load_state_dict", None)):
+                    callback.load_state_dict(states[name])
+                elif _exports_state(callback):
+                    # from_state makes a new object; the registered one keeps its identity.
+                    vars(callback).update(vars(type(callback).from_state(states[name])))
+            except Exception as error:
+                if not self._disable(name, "load_state_dict", error):
+                    raise
         absent = sorted(set(states) - set(self.callbacks))
         if absent:
             logger.warning("the checkpoint holds state of callbacks not in this run: %s", absent)
+
+
+def _policy(callback: object) -> str:
+    """What follows when the callback raises; objects from elsewhere end the run."""
+    return getattr(callback, "failure_policy", TrainerCallback.failure_policy)
 
 
 def _given_name(callback: object) -> str:
