@@ -1,0 +1,309 @@
+"""An append-only log of JSON records that survives a kill at any moment and follows a resume.
+
+Owns: one record per write, the place in the file that a checkpoint stands for, and how a resumed
+run finds that place again. Does not own: when records are written (the callbacks), nor reading
+whole logs (json_reader.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.callbacks.log.json_values import plain_value
+from headway.errors import ConfigError, unknown
+
+logger = logging.getLogger(__name__)
+
+FORMS = ("lines", "array")
+_BLOCK_BYTES = 1 << 16
+_AUTOMATIC_FOLDER = re.compile(r"\d{16,}_.+")
+
+
+def log_folder(args: Any) -> Path:
+    """Where logs that a resumed run must find again belong: `logging_dir` if it was chosen.
+
+    The automatic `logging_dir` carries the time, so every start has another one; then it is
+    `output_dir`.
+    """
+    output_dir = Path(args.output_dir)
+    chosen = getattr(args, "logging_dir", None)
+    if chosen is None or chosen == os.environ.get("TENSORBOARD_LOGGING_DIR"):
+        return output_dir
+    folder = Path(chosen)
+    if folder.parent.name == "runs" and _AUTOMATIC_FOLDER.fullmatch(folder.name):
+        return output_dir
+    return folder
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A position between two records, and what lies before it."""
+
+    offset: int = 0
+    last_size: int = 0
+    last_crc: int = 0
+
+
+class JsonLogWriter:
+    """Writes records to `filename` in a folder, each whole in one write.
+
+    `form="lines"` is one object a line. `form="array"` is one JSON array, closed again by every
+    write, for tools that read the file as a whole.
+
+    `state_dict` names the place where the file ends now. After `load_state_dict`, `open` (or
+    `rewind`, while open) drops what was written after that place, without reading what is before.
+    """
+
+    def __init__(self, filename: str, form: str = "lines") -> None:
+        if not isinstance(filename, str) or Path(filename).name != filename or not filename:
+            raise ConfigError(f"filename must be the name of a file without a folder: {filename!r}")
+        if form not in FORMS:
+            raise ConfigError(unknown("format", form, FORMS))
+        self.filename = filename
+        self.form = form
+        self.path: Path | None = None
+        """The file, once it has been opened."""
+        self.kept_aside: Path | None = None
+        """What `open` or `rewind` last put aside, if anything."""
+        self._file = -1
+        self._place = _Place()
+        self._last_step = -1
+        self._saved: dict[str, Any] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._file >= 0
+
+    def open(self, folder: str | Path, global_step: int = 0) -> None:
+        """Begin to write, holding what an earlier process wrote up to `global_step`.
+
+        At step 0 a file that is there already is of another run: it is kept under another name.
+        """
+        self.close()
+        path = Path(folder) / self.filename
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.kept_aside, self._last_step = path, None, -1
+        if global_step == 0 and path.exists() and path.stat().st_size:
+            self._move_aside("old")
+        self._file = self._create()
+        if global_step > 0:
+            self._seek(global_step)
+
+    def rewind(self, global_step: int) -> None:
+        """Drop what was written after a checkpoint that has just been loaded."""
+        if not self.is_open:
+            return
+        self.kept_aside = None
+        if global_step == 0 and self._place.offset:
+            self._replace("old")
+        else:
+            self._seek(global_step)
+
+    def write_record(
+        self, global_step: int, epoch: float, data: Mapping[str, Any], type: str = "train"
+    ) -> None:
+        """Append a record; does nothing while closed. What `data` names wins on a clash."""
+        if not self.is_open:
+            return
+        record = {
+            "type": type,
+            "timestamp": time.time(),
+            "global_step": global_step,
+            "epoch": epoch,
+            **data,
+        }
+        text = json.dumps(plain_value(record), allow_nan=False).encode()
+        if self.form == "lines":
+            text += b"\n"
+        lead = b"" if self.form == "lines" else b",\n" if self._place.offset else b"[\n"
+        try:
+            end = self._write(lead + text)
+        except OSError:
+            # A full disk may take part of a record; what is there must stay whole.
+            os.ftruncate(self._file, self._place.offset)
+            raise
+        self._place = _Place(end, len(text), zlib.crc32(text))
+        self._last_step = global_step
+
+    def close(self) -> None:
+        if self.is_open:
+            os.close(self._file)
+            self._file = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place where the file ends now, exact to the byte."""
+        if self.path is None and self._saved is not None:
+            return dict(self._saved)
+        return {
+            "version": 1,
+            "filename": self.filename,
+            "last_step": self._last_step,
+            "offset": self._place.offset,
+            "last_size": self._place.last_size,
+            "last_crc": self._place.last_crc,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remember the place of a checkpoint, for the next `open` or `rewind`."""
+        self._saved = dict(state)
+
+    # The file
+
+    def _create(self) -> int:
+        assert self.path is not None
+        # Appending leaves a second writer's records whole; an array overwrites its own end.
+        append = os.O_APPEND if self.form == "lines" else 0
+        self._place = _Place()
+        return os.open(self.path, os.O_RDWR | os.O_CREAT | append, 0o644)
+
+    def _write(self, chunk: bytes) -> int:
+        """Write a record; returns where the next one begins."""
+        closing = b"\n]" if self.form == "array" else b""
+        if closing:
+            os.lseek(self._file, self._place.offset, os.SEEK_SET)
+        chunk += closing
+        written = os.write(self._file, chunk)
+        while written < len(chunk):
+            written += os.write(self._file, chunk[written:])
+        return os.lseek(self._file, 0, os.SEEK_CUR) - len(closing)
+
+    def _replace(self, why: str) -> None:
+        """Begin an empty file; the one so far keeps its contents under another name."""
+        os.close(self._file)
+        self._file = -1
+        self._move_aside(why)
+        self._file = self._create()
+
+    def _move_aside(self, why: str) -> None:
+        assert self.path is not None
+        self.kept_aside = _free_name(self.path, why)
+        os.replace(self.path, self.kept_aside)
+        logger.info("%s: what was there is kept as %s", self.path, self.kept_aside)
+
+    # Finding the place of a checkpoint
+
+    def _seek(self, step: int) -> None:
+        """Cut the file where the loaded checkpoint was made."""
+        size = os.fstat(self._file).st_size
+        if size == 0:
+            self._place = _Place()
+            return
+        place = self._saved_place(size)
+        if place is not None:
+            self._cut(place)
+            return
+        place = self._search(step, size)
+        if place is None or place.offset == 0:
+            # Nothing in it is of the time before the checkpoint, or nothing can be read.
+            self._replace("damaged" if place is None else "old")
+            if place is None:
+                logger.warning(
+                    "%s cannot be read; it is kept as %s and a new log begins",
+                    self.path,
+                    self.kept_aside,
+                )
+            return
+        self._keep_tail(place.offset, size)
+        self._cut(place)
+
+    def _saved_place(self, size: int) -> _Place | None:
+        """The place that the checkpoint names, if the file is as it was then up to there."""
+        saved = self._saved or {}
+        numbers = [saved.get(key) for key in ("offset", "last_size", "last_crc")]
+        if not all(isinstance(number, int) for number in numbers):
+            return None
+        place = _Place(*numbers)  # type: ignore[arg-type]
+        if not 0 < place.last_size <= place.offset <= size:
+            return None
+        last = os.pread(self._file, place.last_size, place.offset - place.last_size)
+        return place if zlib.crc32(last) == place.last_crc else None
+
+    def _search(self, step: int, size: int) -> _Place | None:
+        """The end of the last record of `step` or before, searched from the end of the file.
+
+        None where a record cannot be read: only what a kill tears, the end, may be broken.
+        """
+        position, rest, end, at_end = size, b"", size, True
+        while position > 0:
+            start = max(0, position - _BLOCK_BYTES)
+            rest = os.pread(self._file, position - start, start) + rest
+            position = start
+            while True:
+                cut = rest.rfind(b"\n", 0, max(0, len(rest) - 1))
+                if cut < 0 and position > 0:
+                    break
+                line, rest = rest[cut + 1 :], rest[: cut + 1]
+                begin = end - len(line)
+                found = _read_line(line, self.form)
+                if found is None and not at_end:
+                    return None
+                if found is not None:
+                    at_end = False
+                    record_step, text_size, text_start = found
+                    if record_step <= step:
+                        last = line[text_start : text_start + text_size]
+                        return _Place(begin + text_start + text_size, text_size, zlib.crc32(last))
+                elif line.strip(b"\0 \t\r\n,[]"):
+                    at_end = False
+                end = begin
+                if cut < 0:
+                    break
+            if len(rest) > 64 * _BLOCK_BYTES:
+                return None
+        return None if at_end else _Place()
+
+    def _keep_tail(self, offset: int, size: int) -> None:
+        """Without the checkpoint's own word, what is dropped may be wanted: it is kept aside."""
+        tail = os.pread(self._file, size - offset, offset)
+        if not any(_read_line(line, self.form) for line in tail.splitlines(keepends=True)):
+            return
+        assert self.path is not None
+        self.kept_aside = _free_name(self.path, "dropped")
+        self.kept_aside.write_bytes(tail)
+        logger.warning(
+            "%s: records after the checkpoint are dropped; a copy is in %s",
+            self.path,
+            self.kept_aside,
+        )
+
+    def _cut(self, place: _Place) -> None:
+        os.ftruncate(self._file, place.offset)
+        self._place = place
+        if self.form == "array":
+            os.lseek(self._file, place.offset, os.SEEK_SET)
+            os.write(self._file, b"\n]")
+
+
+def _read_line(line: bytes, form: str) -> tuple[int, int, int] | None:
+    """Step, size and start of the record in a line; None if it holds no whole record."""
+    if form == "lines":
+        if not line.endswith(b"\n"):
+            return None
+        text, start = line, 0
+    else:
+        start = len(line) - len(line.lstrip(b"[, \t"))
+        text = line[start:].rstrip(b"],\r\n\t ")
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    step = record.get("global_step", record.get("step", 0))
+    return (step if isinstance(step, int) else 0), len(text), start
+
+
+def _free_name(path: Path, why: str) -> Path:
+    number = 1
+    while (free := path.with_name(f"{path.stem}.{why}-{number}{path.suffix}")).exists():
+        number += 1
+    return free
