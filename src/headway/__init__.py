@@ -6,8 +6,9 @@ imported on first use, so that `import headway` does not import torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headway.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from headway.args import (
@@ -49,26 +50,22 @@ __all__ = [
     "TrainingArguments",
 ]
 
-_HOMES = {
-    "ConfigError": "headway.errors",
-    "Duration": "headway.config.duration",
-    "Trainer": "headway.trainers.trainer",
-    "TrainerCallback": "headway.engine.events",
-    "TrainerControl": "headway.engine.state",
-    "TrainerState": "headway.engine.state",
-    "TrainingArguments": "headway.args",
-    **{
-        f"{kind}{what}": home
-        for kind in ("Accel", "DDP", "FSDP2", "Pipeline")
-        for what, home in (
-            ("Trainer", "headway.trainers.parallel"),
-            ("TrainingArguments", "headway.args"),
-        )
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    __all__,
+    {
+        "args": (
+            "AccelTrainingArguments",
+            "DDPTrainingArguments",
+            "FSDP2TrainingArguments",
+            "PipelineTrainingArguments",
+            "TrainingArguments",
+        ),
+        "config.duration": ("Duration",),
+        "engine.events": ("TrainerCallback",),
+        "engine.state": ("TrainerControl", "TrainerState"),
+        "errors": ("ConfigError",),
+        "trainers.parallel": ("AccelTrainer", "DDPTrainer", "FSDP2Trainer", "PipelineTrainer"),
+        "trainers.trainer": ("Trainer",),
     },
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'headway' has no attribute {name!r}")
+)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from headway.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from headway.callbacks.log.info import InfoCallback
     from headway.callbacks.log.json_logger import JsonLogger
     from headway.callbacks.log.progress import ProgressCallback
     from headway.callbacks.watch.default_metrics import DefaultMetrics
-
-_HOME = {
-    "DefaultMetrics": "watch.default_metrics",
-    "InfoCallback": "log.info",
-    "JsonLogger": "log.json_logger",
-    "ProgressCallback": "log.progress",
-}
 
 __all__ = [
     "DefaultMetrics",
@@ -26,11 +20,16 @@ __all__ = [
     "default_callbacks",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    __all__,
+    {
+        "log.info": ("InfoCallback",),
+        "log.json_logger": ("JsonLogger",),
+        "log.progress": ("ProgressCallback",),
+        "watch.default_metrics": ("DefaultMetrics",),
+    },
+)
 
 
 def default_callbacks(args: Any) -> list[Any]:

@@ -7,8 +7,9 @@ The names below are imported on first use, so that this package costs nothing to
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headway.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from headway.checkpoint.api import load_checkpoint, save_checkpoint
@@ -67,66 +68,6 @@ if TYPE_CHECKING:
     from headway.checkpoint.train_state import TrainState
     from headway.checkpoint.weights import LoadReport
     from headway.models.ties import split_ties
-
-_MODULES = {
-    "AsyncCheckpointSaver": "async_saver",
-    "CHECKPOINT_MANIFEST_FILENAME": "meta",
-    "CheckpointContents": "contents",
-    "CheckpointError": "errors",
-    "CheckpointInterface": "protocols",
-    "CheckpointManager": "manager",
-    "CheckpointMeta": "meta",
-    "CommittedCheckpoint": "manifest",
-    "Entry": "retention",
-    "LoadReport": "weights",
-    "LoadedCheckpoint": "manager",
-    "MODEL_EXCLUDED_MARKER": "meta",
-    "Manifest": "manifest",
-    "ProviderCheckpoints": "provided",
-    "RNGState": "rng",
-    "SAFE_WEIGHTS_INDEX_NAME": "meta",
-    "SAFE_WEIGHTS_NAME": "meta",
-    "ShardIndex": "sharded",
-    "SharingMetadata": "sharing",
-    "SharingPattern": "component",
-    "StateComponent": "component",
-    "StateDictLike": "sharded",
-    "Stateful": "component",
-    "StatefulProvider": "protocols",
-    "TrainState": "train_state",
-    "WEIGHTS_INDEX_NAME": "meta",
-    "WEIGHTS_NAME": "meta",
-    "choose_deletions": "retention",
-    "committed": "manifest",
-    "create_pretrained_symlinks": "links",
-    "create_sharing_metadata": "sharing",
-    "find_latest_checkpoint": "discovery",
-    "get_checkpoint_metadata": "meta",
-    "index_file_name": "sharded",
-    "is_better": "best",
-    "is_pinned": "pins",
-    "list_checkpoints": "discovery",
-    "load_checkpoint": "api",
-    "load_checkpoint_metrics": "metrics",
-    "load_shard_index": "sharded",
-    "load_sharded_checkpoint": "sharded",
-    "lookup_metric": "best",
-    "make_shard_index": "sharded",
-    "maybe_delete_oldest_checkpoint": "rotation",
-    "next_checkpoint_path": "discovery",
-    "pin": "pins",
-    "read_manifest": "manifest",
-    "retie_parameters": "sharing",
-    "save_checkpoint": "api",
-    "save_checkpoint_metrics": "metrics",
-    "save_shard_index": "sharded",
-    "save_sharded_checkpoint": "sharded",
-    "split_ties": ".models.ties",
-    "unpin": "pins",
-    "validate_checkpoint": "discovery",
-    "validate_output_dir": "rotation",
-    "verify": "manifest",
-}
 
 __all__ = [
     "CHECKPOINT_MANIFEST_FILENAME",
@@ -188,8 +129,55 @@ __all__ = [
     "verify",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    __all__,
+    {
+        ".models.ties": ("split_ties",),
+        "api": ("load_checkpoint", "save_checkpoint"),
+        "async_saver": ("AsyncCheckpointSaver",),
+        "best": ("is_better", "lookup_metric"),
+        "component": ("SharingPattern", "StateComponent", "Stateful"),
+        "contents": ("CheckpointContents",),
+        "discovery": (
+            "find_latest_checkpoint",
+            "list_checkpoints",
+            "next_checkpoint_path",
+            "validate_checkpoint",
+        ),
+        "errors": ("CheckpointError",),
+        "links": ("create_pretrained_symlinks",),
+        "manager": ("CheckpointManager", "LoadedCheckpoint"),
+        "manifest": ("CommittedCheckpoint", "Manifest", "committed", "read_manifest", "verify"),
+        "meta": (
+            "CHECKPOINT_MANIFEST_FILENAME",
+            "CheckpointMeta",
+            "MODEL_EXCLUDED_MARKER",
+            "SAFE_WEIGHTS_INDEX_NAME",
+            "SAFE_WEIGHTS_NAME",
+            "WEIGHTS_INDEX_NAME",
+            "WEIGHTS_NAME",
+            "get_checkpoint_metadata",
+        ),
+        "metrics": ("load_checkpoint_metrics", "save_checkpoint_metrics"),
+        "pins": ("is_pinned", "pin", "unpin"),
+        "protocols": ("CheckpointInterface", "StatefulProvider"),
+        "provided": ("ProviderCheckpoints",),
+        "retention": ("Entry", "choose_deletions"),
+        "rng": ("RNGState",),
+        "rotation": ("maybe_delete_oldest_checkpoint", "validate_output_dir"),
+        "sharded": (
+            "ShardIndex",
+            "StateDictLike",
+            "index_file_name",
+            "load_shard_index",
+            "load_sharded_checkpoint",
+            "make_shard_index",
+            "save_shard_index",
+            "save_sharded_checkpoint",
+        ),
+        "sharing": ("SharingMetadata", "create_sharing_metadata", "retie_parameters"),
+        "train_state": ("TrainState",),
+        "weights": ("LoadReport",),
+    },
+)

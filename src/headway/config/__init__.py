@@ -5,8 +5,9 @@ Everything here answers without importing torch; the names below are imported on
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headway.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from headway.config.batch import derive_accumulation
@@ -15,20 +16,6 @@ if TYPE_CHECKING:
     from headway.config.load import load_run
     from headway.config.schema import Component, DataConfig, RunConfig
     from headway.config.snapshot import resolved_config, take_snapshot, write_snapshot
-
-_HOMES = {
-    "Component": "schema",
-    "DataConfig": "schema",
-    "Duration": "duration",
-    "RunConfig": "schema",
-    "check_component": "components",
-    "derive_accumulation": "batch",
-    "instantiate": "components",
-    "load_run": "load",
-    "resolved_config": "snapshot",
-    "take_snapshot": "snapshot",
-    "write_snapshot": "snapshot",
-}
 
 __all__ = [
     "Component",
@@ -44,12 +31,15 @@ __all__ = [
     "write_snapshot",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    __all__,
+    {
+        "batch": ("derive_accumulation",),
+        "components": ("check_component", "instantiate"),
+        "duration": ("Duration",),
+        "load": ("load_run",),
+        "schema": ("Component", "DataConfig", "RunConfig"),
+        "snapshot": ("resolved_config", "take_snapshot", "write_snapshot"),
+    },
+)

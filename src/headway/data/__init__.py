@@ -5,8 +5,9 @@ Names are loaded when they are first used, so that importing this package does n
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headway.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from headway.data.collate import PadCollator, default_collator
@@ -19,20 +20,6 @@ if TYPE_CHECKING:
     from headway.data.text import inspect_tokens, prepare_tokens
     from headway.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
     from headway.data.tokens import TokenFile, TokenFileWriter
-
-_MODULES = {
-    "collate": ("PadCollator", "default_collator"),
-    "counting": ("count_samples", "count_targets", "count_tokens"),
-    "datasets": ("PromptDataset", "SyntheticDataset", "TextDataset", "TokenDataset"),
-    "loader": ("Window", "WindowLoader"),
-    "mixing": ("MixedDataset",),
-    "order": ("SampleOrder", "sample_rng"),
-    "packing": ("PackIndex", "build_packs", "load_packs"),
-    "text": ("inspect_tokens", "prepare_tokens"),
-    "tokenizer": ("ByteTokenizer", "Tokenizer", "load_tokenizer"),
-    "tokens": ("TokenFile", "TokenFileWriter"),
-}
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "ByteTokenizer",
@@ -61,8 +48,19 @@ __all__ = [
     "sample_rng",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    __all__,
+    {
+        "collate": ("PadCollator", "default_collator"),
+        "counting": ("count_samples", "count_targets", "count_tokens"),
+        "datasets": ("PromptDataset", "SyntheticDataset", "TextDataset", "TokenDataset"),
+        "loader": ("Window", "WindowLoader"),
+        "mixing": ("MixedDataset",),
+        "order": ("SampleOrder", "sample_rng"),
+        "packing": ("PackIndex", "build_packs", "load_packs"),
+        "text": ("inspect_tokens", "prepare_tokens"),
+        "tokenizer": ("ByteTokenizer", "Tokenizer", "load_tokenizer"),
+        "tokens": ("TokenFile", "TokenFileWriter"),
+    },
+)

@@ -9,8 +9,9 @@ Names are exported lazily, so that importing the package does not import torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headway.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from headway.dist.agreement import agree_bits, exchange, require_equal
@@ -25,29 +26,6 @@ if TYPE_CHECKING:
         init_distributed,
     )
     from headway.dist.seed import derive_seed, draw_seed, seed_all
-
-_HOMES = {
-    "agree_bits": "agreement",
-    "exchange": "agreement",
-    "require_equal": "agreement",
-    "PeerFailure": "failure",
-    "first_to_say": "failure",
-    "guard_run": "failure",
-    "DistributedContext": "group",
-    "cleanup_distributed": "group",
-    "current_context": "group",
-    "host_group": "group",
-    "init_distributed": "group",
-    "DistributedEnv": "env",
-    "DistributedEnvInterface": "env",
-    "detect_env": "env",
-    "get_device": "device",
-    "get_device_type": "device",
-    "resolve_device": "device",
-    "derive_seed": "seed",
-    "draw_seed": "seed",
-    "seed_all": "seed",
-}
 
 __all__ = [
     "DistributedContext",
@@ -72,8 +50,21 @@ __all__ = [
     "seed_all",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    __all__,
+    {
+        "agreement": ("agree_bits", "exchange", "require_equal"),
+        "device": ("get_device", "get_device_type", "resolve_device"),
+        "env": ("DistributedEnv", "DistributedEnvInterface", "detect_env"),
+        "failure": ("PeerFailure", "first_to_say", "guard_run"),
+        "group": (
+            "DistributedContext",
+            "cleanup_distributed",
+            "current_context",
+            "host_group",
+            "init_distributed",
+        ),
+        "seed": ("derive_seed", "draw_seed", "seed_all"),
+    },
+)

@@ -5,8 +5,9 @@ Names load on first use, so that importing this package does not import torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headway.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from headway.models.cache import KVCache
@@ -30,25 +31,6 @@ if TYPE_CHECKING:
     )
     from headway.models.memory import MemoryEstimate, estimate_training_memory
 
-_HOMES = {
-    "cache": ("KVCache",),
-    "config": ("DecoderConfig",),
-    "decoder": ("Decoder", "DecoderOutput"),
-    "generation": ("generate",),
-    "hf": (
-        "hf_config_of",
-        "load_causal_lm",
-        "load_pretrained",
-        "load_state",
-        "save_pretrained",
-        "state_for_export",
-    ),
-    "hf_config": ("from_hf_config", "to_hf_config"),
-    "loss": ("chunked_cross_entropy", "count_targets", "cross_entropy_sum", "shift_labels"),
-    "memory": ("MemoryEstimate", "estimate_training_memory"),
-}
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-
 __all__ = [
     "Decoder",
     "DecoderConfig",
@@ -71,14 +53,24 @@ __all__ = [
     "to_hf_config",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    __all__,
+    {
+        "cache": ("KVCache",),
+        "config": ("DecoderConfig",),
+        "decoder": ("Decoder", "DecoderOutput"),
+        "generation": ("generate",),
+        "hf": (
+            "hf_config_of",
+            "load_causal_lm",
+            "load_pretrained",
+            "load_state",
+            "save_pretrained",
+            "state_for_export",
+        ),
+        "hf_config": ("from_hf_config", "to_hf_config"),
+        "loss": ("chunked_cross_entropy", "count_targets", "cross_entropy_sum", "shift_labels"),
+        "memory": ("MemoryEstimate", "estimate_training_memory"),
+    },
+)

@@ -5,8 +5,9 @@ Names are loaded when they are first used, so that importing this package does n
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headway.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from headway.optim.lr_finder import LRFinderResult, lr_find
@@ -15,16 +16,6 @@ if TYPE_CHECKING:
     from headway.optim.schedules import ScheduleSpec, make_schedule
     from headway.optim.stochastic_adamw import StochasticAdamW, round_stochastically
     from headway.optim.warmup import resolve_warmup_steps
-
-_MODULES = {
-    "lr_finder": ("LRFinderResult", "lr_find"),
-    "multi": ("JoinedOptimizer",),
-    "scheduler": ("CurveLR", "create_scheduler"),
-    "schedules": ("ScheduleSpec", "make_schedule"),
-    "stochastic_adamw": ("StochasticAdamW", "round_stochastically"),
-    "warmup": ("resolve_warmup_steps",),
-}
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "CurveLR",
@@ -39,12 +30,15 @@ __all__ = [
     "round_stochastically",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    __all__,
+    {
+        "lr_finder": ("LRFinderResult", "lr_find"),
+        "multi": ("JoinedOptimizer",),
+        "scheduler": ("CurveLR", "create_scheduler"),
+        "schedules": ("ScheduleSpec", "make_schedule"),
+        "stochastic_adamw": ("StochasticAdamW", "round_stochastically"),
+        "warmup": ("resolve_warmup_steps",),
+    },
+)

@@ -6,8 +6,9 @@ needs is imported only with that strategy.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headway.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from headway.strategies.accelerate import AccelerateStrategy
@@ -23,19 +24,6 @@ if TYPE_CHECKING:
     from headway.strategies.pipeline import PipelineStrategy
     from headway.strategies.single import SingleDevice
     from headway.strategies.wrap import FSDPConfig, get_strategy, wrap_model_distributed
-
-_MODULES = {
-    "accelerate": ("AccelerateStrategy",),
-    "base": ("DataShard", "EvalStep", "Strategy"),
-    "ddp": ("DistributedDataParallelStrategy",),
-    "deepspeed": ("DeepSpeedConfig", "build_deepspeed_config", "make_deepspeed_plugin"),
-    "fsdp2": ("FullyShardedStrategy",),
-    "objective": ("Objective",),
-    "pipeline": ("PipelineStrategy",),
-    "single": ("SingleDevice",),
-    "wrap": ("FSDPConfig", "get_strategy", "wrap_model_distributed"),
-}
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "AccelerateStrategy",
@@ -55,8 +43,18 @@ __all__ = [
     "wrap_model_distributed",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    __all__,
+    {
+        "accelerate": ("AccelerateStrategy",),
+        "base": ("DataShard", "EvalStep", "Strategy"),
+        "ddp": ("DistributedDataParallelStrategy",),
+        "deepspeed": ("DeepSpeedConfig", "build_deepspeed_config", "make_deepspeed_plugin"),
+        "fsdp2": ("FullyShardedStrategy",),
+        "objective": ("Objective",),
+        "pipeline": ("PipelineStrategy",),
+        "single": ("SingleDevice",),
+        "wrap": ("FSDPConfig", "get_strategy", "wrap_model_distributed"),
+    },
+)

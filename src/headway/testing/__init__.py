@@ -9,8 +9,9 @@ Names are exported lazily, so that importing the package does not import torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headway.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from headway.testing.faults import (
@@ -28,29 +29,6 @@ if TYPE_CHECKING:
     from headway.testing.syncs import HostSync, HostSyncs, count_host_syncs
     from headway.testing.tiny import tiny_dataset, tiny_decoder, tiny_llama, tiny_text_files
     from headway.testing.trainer import tiny_trainer
-
-_HOMES = {
-    "Died": "faults",
-    "Fault": "faults",
-    "FaultyStorage": "faults",
-    "ForkServer": "forkserver",
-    "HostSync": "syncs",
-    "HostSyncs": "syncs",
-    "Journal": "faults",
-    "Operation": "faults",
-    "RankFailure": "ranks",
-    "RankTimeout": "ranks",
-    "assert_no_import": "imports",
-    "count_host_syncs": "syncs",
-    "crash_states": "faults",
-    "enumerate_operations": "faults",
-    "run_ranks": "ranks",
-    "tiny_dataset": "tiny",
-    "tiny_decoder": "tiny",
-    "tiny_llama": "tiny",
-    "tiny_text_files": "tiny",
-    "tiny_trainer": "trainer",
-}
 
 __all__ = [
     "Died",
@@ -75,8 +53,24 @@ __all__ = [
     "tiny_trainer",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    __all__,
+    {
+        "faults": (
+            "Died",
+            "Fault",
+            "FaultyStorage",
+            "Journal",
+            "Operation",
+            "crash_states",
+            "enumerate_operations",
+        ),
+        "forkserver": ("ForkServer",),
+        "imports": ("assert_no_import",),
+        "ranks": ("RankFailure", "RankTimeout", "run_ranks"),
+        "syncs": ("HostSync", "HostSyncs", "count_host_syncs"),
+        "tiny": ("tiny_dataset", "tiny_decoder", "tiny_llama", "tiny_text_files"),
+        "trainer": ("tiny_trainer",),
+    },
+)
