@@ -44,6 +44,10 @@ CASES = [
      "torch_compile=True does not work with pipe_schedule ZBVZeroBubble"),
     ("24", "single", {"activation_memory_budget": 0.5}, "needs torch_compile=True"),
     ("27", "single", {"load_best_model_at_end": True}, "save_strategy equal to eval_strategy"),
+    ("27", "single", {"load_best_model_at_end": True, "save_strategy": "no"},
+     r"save_strategy='no' \(and eval_strategy='no'\)"),
+    ("27", "single", {"load_best_model_at_end": True, "save_strategy": "no",
+                      "eval_strategy": "steps", "eval_on_save": True}, "save_strategy='no'"),
     ("32", "single", {"construct_model_on": "metal"}, "did you mean 'meta'"),
     ("33", "single", {"checkpoint_components": ["model", "optim"]}, "unknown checkpoint_"),
     ("33", "single", {"checkpoint_components": []}, "checkpoint_components is an empty list"),
@@ -269,6 +273,27 @@ def test_rules_that_only_warn(trainer, options, message):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make("single", options).validate(check_pending=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "cure"),
+    [
+        ({"adam_beta1": 0.8, "adam_epsilon": 1e-6, "optim": "sgd"},
+         "adam_beta1=0.8 and adam_epsilon=1e-06: without effect, since optim='sgd'",
+         {"optim": "adamw_torch"}),
+        ({"fp8_exclude": ["up"], "fp8_dim_alignment": 8},
+         r"fp8_dim_alignment=8 and fp8_exclude=\['up'\]: without effect, since fp8_recipe is None",
+         {"fp8_recipe": "rowwise"}),
+        ({"qat_exclude": []}, r"qat_exclude=\[\]: without effect, since qat_recipe is None",
+         {"qat_recipe": "int4-weight-only"}),
+    ],
+)  # fmt: skip
+def test_options_without_effect_are_told(options, message, cure):
+    with pytest.warns(UserWarning, match=message):
+        make("single", options).validate(check_pending=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make("single", {**options, **cure}).validate(check_pending=False)
 
 
 def test_every_pending_option_is_known_and_refused():

@@ -34,6 +34,7 @@ SPELLINGS = {
     "adamw_torch_8bit": "adamw_8bit",
     "adamw_torch_4bit": "adamw_4bit",
 }
+OPTIMIZERS_WITH_BETAS = tuple(name for name in OPTIMIZERS if name != "sgd")
 OPTIMIZER_NAMES = (*OPTIMIZERS, *SPELLINGS)
 
 # Kinds of parameters that `no_decay_on` may name.

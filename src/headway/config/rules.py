@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from headway.config.typecheck import Problem
@@ -95,6 +95,25 @@ def defaults(cls: type) -> dict[str, Any]:
             for field in dataclasses.fields(cls)
         }
     return _DEFAULTS[cls]
+
+
+def idle(switch: str, *options: str, filled: Mapping[str, Any] | None = None) -> Check:
+    """A check that no companion of a switch that is off is set; `filled` are automatic values."""
+
+    def check(args: Any) -> str | None:
+        if getattr(args, switch):
+            return None
+        own = [
+            f"{name}={getattr(args, name)!r}"
+            for name in options
+            if hasattr(args, name)
+            and getattr(args, name) not in (None, default_of(args, name), (filled or {}).get(name))
+        ]
+        if not own:
+            return None
+        return f"{' and '.join(own)}: without effect, since {switch} is {getattr(args, switch)}"
+
+    return check
 
 
 def get(args: Any, option: str) -> Any:

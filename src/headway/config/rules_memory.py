@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from headway.config.rules import Check, Rule, default_of
+from headway.config.rules import Rule, idle
 from headway.config.rules_values import one_of
 from headway.errors import unknown
 
@@ -62,25 +62,6 @@ def _selects_twice(args: Any) -> str | None:
     return f"{_KWARGS}: context_fn and {_POLICY}='selective' both say what is kept; give one"
 
 
-def _idle(switch: str, *options: str) -> Check:
-    """Companions of a switch that is off."""
-
-    def check(args: Any) -> str | None:
-        if getattr(args, switch):
-            return None
-        idle = [
-            f"{name}={getattr(args, name)!r}"
-            for name in options
-            if hasattr(args, name)
-            and getattr(args, name) not in (None, default_of(args, name), _FILLED.get(name))
-        ]
-        if not idle:
-            return None
-        return f"{' and '.join(idle)}: without effect, since {switch} is False"
-
-    return check
-
-
 def _mode_needs_inductor(args: Any) -> str | None:
     mode, backend = args.torch_compile_mode, args.torch_compile_backend
     if mode in (None, "default") or backend in (None, "inductor"):
@@ -104,7 +85,7 @@ RULES: list[Rule] = [
          "context_fn takes the place of the selective policy.", _selects_twice),
     Rule("H124", (_POLICY, _KWARGS, "gradient_checkpointing"), "args",
          "A policy of recomputation needs gradient_checkpointing.",
-         _idle("gradient_checkpointing", _POLICY, _KWARGS), "warn"),
+         idle("gradient_checkpointing", _POLICY, _KWARGS), "warn"),
     Rule("H125", ("torch_compile_scope",), "args",
          f"torch_compile_scope is one of {', '.join(COMPILE_SCOPES)}.",
          one_of("torch_compile_scope", COMPILE_SCOPES)),
@@ -112,6 +93,6 @@ RULES: list[Rule] = [
          "A mode of compilation is for inductor.", _mode_needs_inductor),
     Rule("H127", (*_COMPANIONS, "torch_compile"), "args",
          "Options of the compiler need torch_compile.",
-         _idle("torch_compile", *_COMPANIONS), "warn"),
+         idle("torch_compile", *_COMPANIONS, filled=_FILLED), "warn"),
 ]
 # fmt: on

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.config.optimizers import DECAY_KINDS, OPTIMIZER_NAMES, check_optim_args
-from headway.config.rules import Rule
+from headway.config.optimizers import (
+    DECAY_KINDS,
+    OPTIMIZER_NAMES,
+    OPTIMIZERS_WITH_BETAS,
+    canonical_name,
+    check_optim_args,
+)
+from headway.config.rules import Rule, default_of
 from headway.config.rules_values import one_of
 
 _FUSE = "fuse_optim_with_backward"
+_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 def _fuse_with_rescue(args: Any) -> str | None:
@@ -34,6 +41,19 @@ def _fuse_with_global_batch(args: Any) -> str | None:
     )
 
 
+def _not_of_the_optimizer(args: Any) -> str | None:
+    if canonical_name(args.optim) in OPTIMIZERS_WITH_BETAS:
+        return None
+    given = [
+        f"{name}={getattr(args, name)!r}"
+        for name in _ADAM
+        if getattr(args, name) != default_of(args, name)
+    ]
+    if not given:
+        return None
+    return f"{' and '.join(given)}: without effect, since optim={args.optim!r} has no such setting"
+
+
 # fmt: off
 RULES: list[Rule] = [
     Rule("H90", ("optim",), "args", f"optim is one of {', '.join(OPTIMIZER_NAMES)}.",
@@ -50,5 +70,8 @@ RULES: list[Rule] = [
          strategies=("single", "pipeline")),
     Rule("H95", (_FUSE, "pipeline_size"), "prepare",
          "No fused optimizer with several pipelines side by side."),
+    Rule("H96", (*_ADAM, "optim"), "args",
+         "adam_beta1, adam_beta2 and adam_epsilon are for the optimizers of Adam's kind.",
+         _not_of_the_optimizer, "warn"),
 ]
 # fmt: on

@@ -92,9 +92,16 @@ def _budget_needs_compile(args: Any) -> str | None:
 
 
 def _best_needs_one_schedule(args: Any) -> str | None:
-    if not args.load_best_model_at_end or args.save_strategy == args.eval_strategy:
+    if not args.load_best_model_at_end:
         return None
-    if getattr(args, "eval_on_save", False) and args.save_strategy != "no":
+    if args.save_strategy == "no":
+        return (
+            "load_best_model_at_end needs checkpoints and their metrics, but save_strategy='no' "
+            f"(and eval_strategy={args.eval_strategy!r}); set both to 'steps' or 'epoch'"
+        )
+    if args.save_strategy == args.eval_strategy:
+        return None
+    if getattr(args, "eval_on_save", False):
         return None
     return (
         "load_best_model_at_end needs save_strategy equal to eval_strategy, got "

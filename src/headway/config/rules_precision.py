@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from headway.config.rules import Check, Rule
+from headway.config.rules import Check, Rule, idle
 
+_FP8 = ("fp8_dim_alignment", "fp8_exclude")
 _WITHOUT_GROUPS = "float8-dynamic-act-float8-weight"
 
 
@@ -56,5 +57,9 @@ RULES: list[Rule] = [
          "A group size is for a qat_recipe that has groups.", _group_size),
     Rule("H112", ("fp8_recipe",), "args", "No fp8_recipe in AccelTrainer.", _accelerate_fp8,
          strategies=("accelerate",)),
+    Rule("H113", (*_FP8, "fp8_recipe"), "args", "Options of FP8 need fp8_recipe.",
+         idle("fp8_recipe", *_FP8), "warn"),
+    Rule("H114", ("qat_exclude", "qat_recipe"), "args", "qat_exclude needs qat_recipe.",
+         idle("qat_recipe", "qat_exclude"), "warn"),
 ]
 # fmt: on

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from headway.args import TrainingArguments
 from headway.config.group_settings import check_setting, unknown_setting
+from headway.config.rules import default_of
 from headway.errors import ConfigError
 from headway.optim.choice import build_named
 from headway.optim.group_schedules import GROUP_KEY, make_specs
@@ -35,6 +36,15 @@ from headway.optim.scheduler import CurveLR
 logger = logging.getLogger(__name__)
 
 OptimizerFactory = Callable[[Any], Optimizer]
+
+_SCHEDULE_OPTIONS = (
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "lr_scheduler_unit",
+    "warmup_steps",
+    "warmup_ratio",
+    "warmup_tokens",
+)
 
 
 def build_optimizer(
@@ -55,8 +65,6 @@ def build_optimizer(
     if factory is None and cls_and_kwargs is not None:
         cls, kwargs = cls_and_kwargs
         factory = lambda param_groups: cls(param_groups, **kwargs)  # noqa: E731
-    if factory is not None:
-        _warn_of_unused(args)
 
     def build_main(own: Sequence[Group]) -> Optimizer:
         if factory is not None:
@@ -73,6 +81,8 @@ def build_optimizer(
     else:
         optimizer = build_main(dealt)
     _check_settings(optimizer, dealt)
+    if factory is not None:
+        _warn_of_unused(args, optimizer)
     return optimizer
 
 
@@ -137,17 +147,33 @@ def _call(factory: OptimizerFactory, groups: Sequence[Group], key: str) -> Optim
     return check_optimizer(optimizer)
 
 
-def _warn_of_unused(args: TrainingArguments) -> None:
+def _warn_of_unused(args: TrainingArguments, optimizer: Optimizer) -> None:
+    """Name options that a given optimizer does not go by: they are set, and it has other values."""
+    held = optimizer.param_groups
+    reflected = {
+        "learning_rate": any(group.get("lr") == args.learning_rate for group in held),
+        "weight_decay": any(group.get("weight_decay") == args.weight_decay for group in held),
+        "adam_epsilon": any(group.get("eps") == args.adam_epsilon for group in held),
+    }
+    betas = [group["betas"] for group in held if isinstance(group.get("betas"), tuple | list)]
+    for place, name in enumerate(("adam_beta1", "adam_beta2")):
+        reflected[name] = any(getattr(args, name) in own[place : place + 1] for own in betas)
+    _warn_of_idle(
+        args,
+        [name for name in ("optim", "optim_args", *reflected) if not reflected.get(name)],
+        "the optimizer that is given (optimizer in a run file, optimizer_factory or "
+        "optimizer_cls_and_kwargs) has settings of its own",
+    )
+
+
+def _warn_of_idle(args: TrainingArguments, options: Sequence[str], why: str) -> None:
     given = [
-        f"{name}={value!r}"
-        for name, value, usual in (
-            ("optim", args.optim, "adamw"),
-            ("optim_args", args.optim_args or None, None),
-        )
-        if value != usual
+        f"{name}={getattr(args, name)!r}"
+        for name in options
+        if getattr(args, name) not in (default_of(args, name), None, {})
     ]
     if given:
-        logger.warning("%s is not used: another optimizer is given", " and ".join(given))
+        logger.warning("%s: without effect, since %s", " and ".join(given), why)
 
 
 def _check_settings(optimizer: Optimizer, dealt: Sequence[Group]) -> None:
@@ -193,8 +219,8 @@ def check_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def check_scheduler(scheduler: object) -> None:
-    """Refuse a scheduler that wants a metric at each step."""
+def check_scheduler(scheduler: object, args: TrainingArguments) -> None:
+    """Refuse a given scheduler that wants a metric at each step; name options it takes no heed of."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(
             "lr_scheduler ReduceLROnPlateau needs a metric at each step and the loop gives none; "
@@ -202,6 +228,12 @@ def check_scheduler(scheduler: object) -> None:
         )
     if not callable(getattr(scheduler, "step", None)):
         raise ConfigError(f"lr_scheduler_factory must return a scheduler, got {scheduler!r}")
+    _warn_of_idle(
+        args,
+        _SCHEDULE_OPTIONS,
+        "the scheduler is the one that is given (lr_scheduler in a run file, or "
+        "lr_scheduler_factory)",
+    )
 
 
 def build_scheduler(

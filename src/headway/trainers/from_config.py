@@ -131,7 +131,7 @@ def build_optimizer_and_scheduler(run: RunConfig, model: nn.Module) -> tuple[Opt
         return optimizer, None
     refuse_group_schedules(optimizer.param_groups)
     scheduler = make_scheduler(optimizer)
-    check_scheduler(scheduler)
+    check_scheduler(scheduler, run.args)
     return optimizer, scheduler
 
 

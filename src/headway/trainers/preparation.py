@@ -24,6 +24,7 @@ from headway.strategies.base import Strategy
 from headway.strategies.blank import build_blank, materialise
 from headway.strategies.compilation import CompileOptions, compile_module
 from headway.strategies.forwards import put_back
+from headway.strategies.objective import LossFunction
 from headway.strategies.offload import ActivationOffload, make_offload, refuse_flex_attention
 from headway.strategies.source import ModelSource
 
@@ -79,6 +80,10 @@ def model_source(
 
     `has_checkpoint`: one will be loaded that holds all of the model's state.
     """
+    if recompute is not None and not args.gradient_checkpointing:
+        logger.warning(
+            "enable_activation_checkpoint_fn: without effect, since gradient_checkpointing is False"
+        )
     source = ModelSource(
         model,
         model_init,
@@ -183,9 +188,25 @@ def _enable_recomputation(
 
 
 def choose_fused_loss(
-    args: TrainingArguments, factory: FusedLossFactory | None, device: torch.device
+    args: TrainingArguments,
+    factory: FusedLossFactory | None,
+    device: torch.device,
+    plain: LossFunction | None = None,
 ) -> FusedLoss | None:
-    """The loss of a given factory, or else the one that the arguments name."""
+    """The loss of a given factory, or else the one that the arguments name.
+
+    `plain` is the loss that was given beside it.
+    """
+    named = f"fused_loss={args.fused_loss!r}"
+    if factory is not None and args.fused_loss is not None:
+        logger.warning("%s: without effect, since fused_loss_factory is given", named)
+    if plain is not None and (factory is not None or args.fused_loss is not None):
+        logger.warning(
+            "compute_loss_func and %s are both given: training goes by the fused loss, and by "
+            "compute_loss_func only where the model does not lend itself to that, and in "
+            "evaluations; give one of them",
+            named if factory is None else "fused_loss_factory",
+        )
     if factory is None and args.fused_loss is not None:
         factory = find_factory(args.fused_loss, device)
     return None if factory is None else FusedLoss(factory)

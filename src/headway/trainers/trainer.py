@@ -132,7 +132,7 @@ class Trainer(Checkpointing, Evaluation, LearningRateFinding):
         self._optimizer_groups = optimizer_groups
         self._lr_scheduler_factory = lr_scheduler_factory
         self._enable_activation_checkpoint_fn = enable_activation_checkpoint_fn
-        self._fused_loss = choose_fused_loss(args, fused_loss_factory, device)
+        self._fused_loss = choose_fused_loss(args, fused_loss_factory, device, compute_loss_func)
         self._run_config = run_config
         self.state = TrainerState(
             is_world_process_zero=self.env.rank == 0,
@@ -330,7 +330,7 @@ class Trainer(Checkpointing, Evaluation, LearningRateFinding):
         if self._lr_scheduler_factory is not None:
             refuse_group_schedules(self.optimizer.param_groups)
             self.lr_scheduler = self._lr_scheduler_factory(self.optimizer)
-            check_scheduler(self.lr_scheduler)
+            check_scheduler(self.lr_scheduler, self.args)
             if isinstance(self.lr_scheduler, TrainerCallback):
                 self.bus.add(self.lr_scheduler)
         else:

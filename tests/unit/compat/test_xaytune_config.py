@@ -150,6 +150,18 @@ def test_the_config_becomes_headways_arguments() -> None:
     assert (args.warmup_steps, args.max_steps, args.seed) == (20, 205, 5)
     assert (args.save_strategy, args.save_steps) == ("steps", 500)
     assert args.eval_strategy == "epoch"
+    given = make_arguments(
+        config,
+        device=torch.device("cpu"),
+        total_steps=205,
+        batch_size=8,
+        num_eval_steps=0,
+        builds_scheduler=False,
+        builds_optimizer=False,
+    )
+    usual = TrainingArguments()
+    for name in ("learning_rate", "weight_decay", "lr_scheduler_type", "warmup_steps"):
+        assert getattr(given, name) == getattr(usual, name), "no option that would have no effect"
 
 
 @pytest.mark.parametrize(

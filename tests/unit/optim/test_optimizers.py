@@ -15,7 +15,7 @@ from headway.checkpoint.model import collect_model
 from headway.checkpoint.optimizer import plan_optimizer, split_optimizer
 from headway.checkpoint.tensors import ShardReader, write_shards
 from headway.config.optimizers import OPTIMIZERS, SPELLINGS
-from headway.optim.build import build_optimizer
+from headway.optim.build import build_optimizer, check_scheduler
 from headway.optim.kinds import parameter_kinds
 from headway.optim.low_bit import low_bit_class
 from headway.optim.multi import JoinedOptimizer
@@ -147,7 +147,36 @@ def test_what_goes_before_optim_is_told(caplog):
     with caplog.at_level(logging.WARNING):
         built = build_optimizer(wide_decoder(), args, cls_and_kwargs=(torch.optim.Adam, {}))
     assert type(built) is torch.optim.Adam
-    assert "optim='sgd' and optim_args={'momentum': 0.9} is not used" in caplog.text
+    assert "optim='sgd' and optim_args={'momentum': 0.9}: without effect, since" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"lr": 0.5}, "learning_rate=0.1 and weight_decay=0.2 and adam_epsilon=1e-06 and adam_b"),
+        ({"lr": 0.1, "weight_decay": 0.2, "eps": 1e-6}, " adam_beta1=0.8: without effect"),
+        ({"lr": 0.1, "weight_decay": 0.2, "eps": 1e-6, "betas": (0.8, 0.999)}, ""),
+    ],
+)
+def test_options_that_a_given_optimizer_does_not_go_by_are_told(given, told, caplog):
+    args = TrainingArguments(
+        use_cpu=True, learning_rate=0.1, weight_decay=0.2, adam_epsilon=1e-6, adam_beta1=0.8
+    )
+    build_optimizer(tiny_decoder(), args, factory=lambda params: torch.optim.AdamW(params, **given))
+    assert told in caplog.text and bool(told) is bool(caplog.text)
+    assert ("adam_beta1=0.8: without effect" in caplog.text) is bool(told)
+    assert ("optimizer_factory" in caplog.text) is bool(told)
+
+
+def test_options_of_the_schedule_beside_a_given_scheduler_are_told(caplog):
+    optimizer = build(tiny_decoder())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    check_scheduler(scheduler, TrainingArguments(use_cpu=True, learning_rate=0.1))
+    assert not caplog.text
+    options = {"lr_scheduler_type": "cosine", "warmup_steps": 3}
+    check_scheduler(scheduler, TrainingArguments(use_cpu=True, **options))
+    assert "lr_scheduler_type='cosine' and warmup_steps=3: without effect, since" in caplog.text
+    assert "lr_scheduler_factory" in caplog.text
 
 
 def test_values_that_the_class_refuses_are_told_with_the_option():

@@ -81,10 +81,11 @@ def make_arguments(
     batch_size: int,
     num_eval_steps: int | None,
     builds_scheduler: bool,
+    builds_optimizer: bool = True,
     arguments_class: type[TrainingArguments] = TrainingArguments,
     world_size: int = 1,
 ) -> TrainingArguments:
-    """Headway's arguments for this configuration."""
+    """Headway's arguments for this configuration, less what a given optimizer or scheduler does."""
     if builds_scheduler and total_steps is None:
         _check_schedule_without_length(config)
     warmup_steps = config.warmup_steps
@@ -103,6 +104,10 @@ def make_arguments(
         fields["eval_steps"] = num_eval_steps or 100
     if arguments_class is not AccelTrainingArguments:  # there precision is the Accelerator's
         fields["mixed_precision"] = _PRECISIONS[config.mixed_precision]
+    if builds_optimizer:
+        fields |= {"learning_rate": config.learning_rate, "weight_decay": config.weight_decay}
+    if builds_scheduler:
+        fields |= {"lr_scheduler_type": config.scheduler, "warmup_steps": warmup_steps}
     return arguments_class(
         output_dir=config.output_dir,
         save_async=config.async_checkpoint,
@@ -115,10 +120,6 @@ def make_arguments(
         epoch_train_steps=_UNSIZED_EPOCH_STEPS,
         per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=config.gradient_accumulation,
-        learning_rate=config.learning_rate,
-        weight_decay=config.weight_decay,
-        lr_scheduler_type=config.scheduler,
-        warmup_steps=warmup_steps,
         max_grad_norm=config.max_grad_norm,
         # Also how soon a loss that is not finite is noticed.
         logging_steps=10,

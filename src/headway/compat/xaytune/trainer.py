@@ -159,6 +159,7 @@ class Trainer:
             total_steps=plan_steps(config, loader, context.world_size),
             batch_size=getattr(loader, "batch_size", None) or config.batch_size,
             num_eval_steps=num_eval_steps,
+            builds_optimizer=options["optimizer_factory"] is None,
             builds_scheduler=options["lr_scheduler_factory"] is None,
             arguments_class=trainer_class.arguments_class,
             world_size=context.world_size,
