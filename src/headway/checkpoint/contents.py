@@ -23,7 +23,8 @@ TRAINER_STATE_NAME = f"{TRAINER_STATE_STEM}.json"
 EVAL_METRICS_NAME = "eval_metrics.json"
 OPTIMIZER_STATE_NAME = "state/optimizer.json"
 MODEL_EXTRA_STEM = "state/model"
-RUN_CONFIG_NAME = "run/config.json"
+RUN_FOLDER = "run"
+RUN_CONFIG_NAME = f"{RUN_FOLDER}/config.json"
 
 
 @dataclass
@@ -46,6 +47,8 @@ class CheckpointContents:
     files are kept for the saves that follow with the same (equal) callable."""
     run_config: dict[str, Any] | None = None
     """Goes to `run/config.json`."""
+    run_files: dict[str, bytes] = field(default_factory=dict)
+    """More files of the main rank, by name inside the checkpoint."""
     stores_model: bool = True
     """False: a save leaves out weights, their configs and extra state; they come from elsewhere."""
     validation_level: str = "none"

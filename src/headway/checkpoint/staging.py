@@ -224,6 +224,7 @@ class Stager:
         if contents.run_config is not None:
             text = plain_json(contents.run_config, "the run configuration")
             staged.texts[RUN_CONFIG_NAME] = text
+        staged.texts.update(contents.run_files)
         if metrics is not None:
             finite = {key: finite_or_text(value) for key, value in metrics.items()}
             staged.texts[EVAL_METRICS_NAME] = plain_json(finite, "the evaluation metrics")

@@ -48,6 +48,7 @@ from headway.trainers.resume import (
     require_parts,
     wanted_components,
 )
+from headway.trainers.run_files import collect_run_files
 
 if TYPE_CHECKING:
     from headway.trainers.trainer import Trainer
@@ -198,7 +199,13 @@ class Saver:
         assert strategy is not None
         if strategy.before_save is not None:
             strategy.before_save()
-        return self._contents()
+        contents = self._contents()
+        trainer = self._trainer
+        if trainer._ranks().is_main:
+            contents.run_files = collect_run_files(
+                trainer.bus.callbacks, trainer.args, trainer.state
+            )
+        return contents
 
     def save(self, metrics: dict[str, float] | None) -> None:
         """Copy the state of the current step and begin to write it.
