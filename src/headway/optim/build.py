@@ -220,7 +220,7 @@ def check_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def check_scheduler(scheduler: object, args: TrainingArguments) -> None:
-    """Refuse a given scheduler that wants a metric at each step; name options it takes no heed of."""
+    """Refuse a given scheduler that wants a metric at each step; name options that it ignores."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(
             "lr_scheduler ReduceLROnPlateau needs a metric at each step and the loop gives none; "
