@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from headway.dist.agreement import exchange
 from headway.engine.events import TrainerCallback
 from headway.optim import preserved
 from headway.testing import run_ranks, tiny_dataset, tiny_decoder
+from headway.trainers import lr_find
 from headway.trainers.parallel import DDPTrainer, FSDP2Trainer, PipelineTrainer
 
 TRAINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -141,6 +143,60 @@ def test_ranks_search_as_one_and_the_run_does_not_notice(tmp_path: Path) -> None
                 assert found[0] == found[1], name
                 assert all(loss > 1 for loss in found[0]["losses"]), name
             assert facts["sharded"] == (name == "fsdp2")
+
+
+class Fault(RuntimeError):
+    """What a search is ended by."""
+
+
+class Faulty(Noisy):
+    """Fails once, in the forward or the backward of a micro-batch, inside of the model."""
+
+    place, at_call, num_calls = "", 0, 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        Faulty.num_calls += 1
+        fails = Faulty.num_calls == self.at_call
+        layers: Any = self.decoder.model.layers
+        if not fails:
+            return super().forward(input_ids, labels)
+
+        def fail(*given: Any) -> None:
+            raise Fault
+
+        if self.place == "forward":
+            hook = layers[1].mlp.register_forward_hook(fail)
+        else:
+            hook = layers[0].mlp.register_forward_hook(
+                lambda module, inputs, output: output.register_hook(fail) and None
+            )
+        try:
+            return super().forward(input_ids, labels)
+        finally:
+            hook.remove()
+
+
+def fail_and_train(folder: str) -> dict[str, Any]:
+    """On every rank: searches that fail, all ranks in the same place, and then a run."""
+    init_distributed(use_cpu=True)
+    # The failure of a rank is told to the others, and ends them all before long.
+    lr_find.guard_run = nullcontext  # type: ignore[assignment,attr-defined]
+    plain = result_of(make_trainer("fsdp2", f"{folder}/a"))
+    told: dict[str, Any] = {}
+    for place, at_call in (("forward", 4), ("backward", 4)):  # the second of a window of two
+        trainer = make_trainer("fsdp2", f"{folder}/b")
+        trainer.model_init = Faulty
+        Faulty.place, Faulty.at_call, Faulty.num_calls = place, at_call, 0
+        with pytest.raises(Fault):
+            trainer.lr_find(num_iterations=6)
+        told[f"{place} {at_call}"] = same(plain, result_of(trainer))
+    return told
+
+
+@pytest.mark.timeout(240)
+def test_a_search_that_fails_leaves_a_sharded_model_as_it_was(tmp_path: Path) -> None:
+    for told in run_ranks(fail_and_train, 2, str(tmp_path), timeout_s=200):
+        assert told == dict.fromkeys(told, [])
 
 
 def diverge_on_one(folder: str, kind: str) -> Any:

@@ -175,6 +175,15 @@ class FullyShardedStrategy(RankedStrategy):
     def forward_backward(
         self, window: Window, objective: Objective, num_targets: int | Tensor, notify: Notify
     ) -> Tensor:
+        try:
+            return self._forward_backward(window, objective, num_targets, notify)
+        except BaseException:
+            _drop_step(self.unwrap())
+            raise
+
+    def _forward_backward(
+        self, window: Window, objective: Objective, num_targets: int | Tensor, notify: Notify
+    ) -> Tensor:
         model, total = self.unwrap(), None
         assert isinstance(model, FSDPModule)
         count = len(window.micro_batches)
@@ -299,6 +308,46 @@ def _check_options(options: FSDP2Arguments, world_size: int) -> int:
     if problems:
         raise ConfigError(problems)
     return shard_size
+
+
+def _drop_step(model: nn.Module) -> None:
+    """Be as between two steps, after an error in the middle of one; its gradients are lost.
+
+    Without it the model keeps whole parameters, which neither optimizer nor checkpoints know, and
+    adds the gradients of the step to those of the next one. Speaks to no other rank.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(True)
+    model.set_is_last_backward(True)
+    root: Any = model._get_fsdp_state()
+    states = root._state_ctx.all_states
+    groups = [group for state in states for group in _groups_of(state)]
+    reset = getattr(model, "reset_iter_state", None)
+    if reset is not None:
+        reset()
+    else:  # of an older torch
+        for thing in (*states, *groups):
+            thing._training_state = type(thing._training_state).IDLE
+        root._state_ctx.iter_forward_root = None
+        root._state_ctx.post_backward_final_callback_queued = False
+        root._comm_ctx.post_forward_order.clear()
+        for group in groups:
+            group._post_forward_indices.clear()
+            group._partial_reduce_output = None
+            group.wait_for_unshard()
+            group.reshard()
+    for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+        parameter.unsharded_accumulated_grad = None
+        whole = getattr(parameter, "_unsharded_param", None)
+        if whole is not None:
+            whole.grad = None
+
+
+def _groups_of(state: Any) -> list[Any]:
+    found = getattr(state, "_fsdp_param_groups", None)
+    if found is None:  # of an older torch, which has one or none
+        found = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(found)
 
 
 def _factors(number: int) -> str:
