@@ -8,11 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from launched import PROGRAM, TRAIN, checkpoints, errors, losses, started, wait_for
 
 from headway.cli.main import main
 from headway.dist.processes import ProcessIdentity, identify, look_at
@@ -94,40 +93,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@contextmanager
-def started(*words: str, environ: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [str(Path(sys.executable).with_name("headway")), "train", "run.yaml", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(environ or {})},
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.communicate(timeout=60)
-        finally:
-            process.kill()
-
-
 def train(*words: str, environ: dict[str, str] | None = None) -> tuple[int, str, str]:
-    with started(*words, environ=environ) as process:
+    with started(*TRAIN, *words, environ=environ) as process:
         out, err = process.communicate(timeout=240)
     return process.returncode, out, err
-
-
-def wait_for(process: subprocess.Popen[str], words: str) -> None:
-    assert process.stderr is not None
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        if words in line:
-            return
-    raise AssertionError(f"{words!r} did not come:\n{''.join(lines)}")
 
 
 def ranks_of(folder: Path) -> list[ProcessIdentity]:
@@ -142,23 +111,6 @@ def wait_until_gone(ranks: list[ProcessIdentity], limit_s: float) -> None:
                 os.kill(rank.pid, signal.SIGKILL)
             raise AssertionError(f"ranks were left behind: {left}")
         time.sleep(0.05)
-
-
-def checkpoints(folder: Path) -> list[int]:
-    return sorted(int(path.name.split("-")[1]) for path in folder.glob("out/checkpoint-*"))
-
-
-def losses(folder: Path, output_dir: str = "out") -> dict[int, float]:
-    found = {}
-    for line in (folder / output_dir / "trainer_logs.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if "loss" in record:
-            found[record["step"]] = record["loss"]
-    return found
-
-
-def errors(err: str) -> list[str]:
-    return [line for line in err.splitlines() if line.startswith("error: ")]
 
 
 def test_ranks_train_together_and_one_of_them_reports(folder: Path) -> None:
@@ -177,7 +129,7 @@ def test_a_killed_rank_is_started_again_and_the_losses_are_those_of_an_undisturb
 ) -> None:
     code, _, err = train("--nproc", "2")
     assert code == 0, err
-    undisturbed = losses(folder)
+    undisturbed = losses(folder / "out")
     assert sorted(undisturbed) == list(range(1, 9))
     words = ("--nproc", "2", "--max-restarts", "1", "--callbacks=[deeds.KillWhenSaved]")
     # Afresh the first time; a restart goes on all the same.
@@ -185,7 +137,7 @@ def test_a_killed_rank_is_started_again_and_the_losses_are_those_of_an_undisturb
     assert code == 0, err
     assert "was lost: its process is gone: killed" in err, err
     assert "resuming from" in err and "second/checkpoint-3" in err, err
-    assert losses(folder, "second") == undisturbed
+    assert losses(folder / "second") == undisturbed
     assert "trained 8 steps" in out
 
 
@@ -218,7 +170,7 @@ def test_a_signal_saves_and_stops_and_is_no_reason_to_restart(
 ) -> None:
     os.mkfifo(folder / "gate")
     words = ("--nproc", "2", "--max-restarts", "2", "--callbacks=[deeds.Note,deeds.Hold]")
-    with started(*words) as process:
+    with started(*TRAIN, *words) as process:
         wait_for(process, "holding")
         process.send_signal(signal.SIGUSR1)
         (folder / "gate").write_text("open")
@@ -236,7 +188,7 @@ def test_a_signal_saves_and_stops_and_is_no_reason_to_restart(
 def test_sigusr1_saves_and_goes_on(folder: Path) -> None:
     os.mkfifo(folder / "gate")
     words = ("--nproc", "2", "--callbacks=[deeds.Note,deeds.Hold]", "--args.save_steps=100")
-    with started(*words, "--args.save_total_limit=null") as process:
+    with started(*TRAIN, *words, "--args.save_total_limit=null") as process:
         wait_for(process, "holding")
         process.send_signal(signal.SIGUSR1)
         (folder / "gate").write_text("open")
@@ -248,7 +200,7 @@ def test_sigusr1_saves_and_goes_on(folder: Path) -> None:
 
 def test_the_second_signal_ends_everything_at_once(folder: Path) -> None:
     os.mkfifo(folder / "gate")
-    with started("--nproc", "2", "--callbacks=[deeds.Note,deeds.Hold]") as process:
+    with started(*TRAIN, "--nproc", "2", "--callbacks=[deeds.Note,deeds.Hold]") as process:
         wait_for(process, "holding")
         ranks = ranks_of(folder)
         process.send_signal(signal.SIGINT)
@@ -262,7 +214,7 @@ def test_the_second_signal_ends_everything_at_once(folder: Path) -> None:
 def test_ranks_do_not_outlive_their_launcher(folder: Path) -> None:
     os.mkfifo(folder / "gate")
     endless = ("--args.max_steps=1000000", "--args.save_steps=1000000", "--args.logging_steps=9999")
-    with started("--nproc=2", "--callbacks=[deeds.Note,deeds.Hold]", *endless) as process:
+    with started(*TRAIN, "--nproc=2", "--callbacks=[deeds.Note,deeds.Hold]", *endless) as process:
         wait_for(process, "holding")
         ranks = ranks_of(folder)
         process.kill()
@@ -333,9 +285,8 @@ def test_torchrun_itself_works_and_a_mistake_is_told_once(folder: Path) -> None:
 
 
 def test_doctor_measures_the_way_between_ranks(folder: Path) -> None:
-    program = str(Path(sys.executable).with_name("headway"))
     done = subprocess.run(
-        [program, "doctor", "--nproc", "2", "--cpu", "--json"],
+        [PROGRAM, "doctor", "--nproc", "2", "--cpu", "--json"],
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

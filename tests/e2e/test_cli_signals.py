@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from launched import TRAIN, checkpoints, started, wait_for
 
 RUN = """\
 model: {vocab_size: 258, hidden_size: 16, num_layers: 1, num_heads: 2, max_seq_len: 32}
@@ -92,34 +92,8 @@ class Broken(TrainerCallback):
 def training(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
     (folder / "run.yaml").write_text(RUN)
     (folder / "hold.py").write_text(HOLD)
-    program = Path(sys.executable).parent / "headway"
-    process = subprocess.Popen(
-        [str(program), "train", "run.yaml", *words],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    with started(*TRAIN, *words, cwd=folder, ask=False) as process:
         yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def wait_for(process: subprocess.Popen[str], words: str) -> None:
-    assert process.stderr is not None
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        if words in line:
-            return
-    raise AssertionError(f"{words!r} did not come:\n{''.join(lines)}")
-
-
-def checkpoints(folder: Path) -> list[int]:
-    return sorted(int(path.name.split("-")[1]) for path in folder.glob("out/checkpoint-*"))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -7,14 +7,13 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import yaml
+from launched import TRAIN, errors, losses, started
 
 from headway.cli.main import main
 from headway.dist.rendezvous import _PORTS
@@ -45,8 +44,6 @@ class Hold(TrainerCallback):
             open("held", "w").write(str(os.getpid()))
             open("gate").read()
 """
-PROGRAM = str(Path(sys.executable).with_name("headway"))
-TRAIN = (PROGRAM, "train", "run.yaml")
 
 
 @pytest.fixture
@@ -57,31 +54,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@contextmanager
-def started(*command: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
-    """A command in a session of its own, of which nothing is left at the end."""
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environ},
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.communicate(timeout=60)
-        finally:
-            process.kill()
-
-
 def run_all(*commands: tuple[tuple[str, ...], dict[str, str]]) -> list[tuple[int, str, str]]:
     """Commands side by side: the exit code and what each of them said."""
     with ExitStack() as stack:
-        processes = [stack.enter_context(started(*words, **environ)) for words, environ in commands]
+        processes = [
+            stack.enter_context(started(*words, environ=environ)) for words, environ in commands
+        ]
         said = [process.communicate(timeout=200) for process in processes]
         return [(process.returncode, *texts) for process, texts in zip(processes, said)]
 
@@ -97,28 +75,19 @@ def free_port() -> int:
         return port
 
 
-def losses(output_dir: Path) -> list[float]:
-    """By step; where a step was taken again after a restart, the last one."""
-    found = {}
-    for line in (output_dir / "trainer_logs.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if "loss" in record:
-            found[record["step"]] = record["loss"]
-    assert sorted(found) == list(range(1, len(found) + 1))
-    return [found[step] for step in sorted(found)]
-
-
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of one process, without ranks."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "run.yaml").write_text(RUN)
     words = ("--trainer=single", f"--args.output_dir={folder}/out")
     assert main(["-q", "train", str(folder / "run.yaml"), *words]) == 0
-    return losses(folder / "out")
+    found = losses(folder / "out")
+    assert sorted(found) == list(range(1, 9))
+    return found
 
 
-def test_two_machines_meet_at_an_endpoint(folder: Path, alone: list[float]) -> None:
+def test_two_machines_meet_at_an_endpoint(folder: Path, alone: dict[int, float]) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     words = (*TRAIN, "--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint)
     said = run_all((words, {}), (words, {}))
@@ -137,14 +106,14 @@ def test_a_rank_that_fails_on_one_machine_is_named_on_both(folder: Path) -> None
     words = (*TRAIN, "--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint)
     command = ((*words, "--callbacks=[holding.Hold]"), {})
     for code, _, err in run_all(command, command):
-        last = [line for line in err.splitlines() if line.startswith("error: ")][-1]
+        last = errors(err)[-1]
         # The launcher of the lost rank knows only its own.
         assert code == 1 and re.search("rank 1 (of 2 )?was lost: its process is gone", last), err
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_a_machine_that_leaves_is_done_without(folder: Path, alone: list[float]) -> None:
+def test_a_machine_that_leaves_is_done_without(folder: Path, alone: dict[int, float]) -> None:
     """Two machines, then one: the run goes on from its newest checkpoint by itself."""
     os.mkfifo(folder / "gate")
     endpoint = f"127.0.0.1:{free_port()}"
@@ -152,7 +121,7 @@ def test_a_machine_that_leaves_is_done_without(folder: Path, alone: list[float])
              "--max-restarts", "3", "--callbacks=[holding.Hold]")  # fmt: skip
     # How long torchrun waits for further machines once it has enough.
     quick = {"PET_RDZV_CONF": "last_call_timeout=3"}
-    with started(*words, **quick) as first, started(*words, **quick) as second:
+    with started(*words, environ=quick) as first, started(*words, environ=quick) as second:
         held = folder / "held"
         while not (held.exists() and held.read_text()):
             assert first.poll() is None and second.poll() is None
@@ -183,7 +152,9 @@ def launcher_of(rank: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_run_stopped_on_four_ranks_goes_on_with_two(folder: Path, alone: list[float]) -> None:
+def test_a_run_stopped_on_four_ranks_goes_on_with_two(
+    folder: Path, alone: dict[int, float]
+) -> None:
     words = (*TRAIN, "--trainer=fsdp2")
     code, out, err = run(*words, "--nproc", "4", "--args.stop_at=4 steps")
     assert code == 0 and "checkpoint-4" in out, err
@@ -213,7 +184,7 @@ def free_job() -> int:
     raise AssertionError("no free port")
 
 
-def test_tasks_of_a_slurm_job_are_ranks(folder: Path, alone: list[float]) -> None:
+def test_tasks_of_a_slurm_job_are_ranks(folder: Path, alone: dict[int, float]) -> None:
     job = free_job()
     said = run_all(*((TRAIN, slurm_task(rank, job)) for rank in range(2)))
     assert [code for code, _, _ in said] == [0, 0], said
@@ -225,12 +196,14 @@ def test_a_mistake_in_a_slurm_job_is_told_once(folder: Path) -> None:
     job, words = free_job(), (*TRAIN, "--args.per_device_train_batch_size=3")
     said = run_all(*((words, slurm_task(rank, job)) for rank in range(2)))
     assert [code for code, _, _ in said] == [2, 2], said
-    told = [line for _, _, err in said for line in err.splitlines() if line.startswith("error: ")]
+    told = [line for _, _, err in said for line in errors(err)]
     assert len(told) == 1 and "global_batch_size" in told[0], said
 
 
 @pytest.mark.parametrize("trainer", ["ddp", "accelerate"])
-def test_accelerate_launch_starts_ranks(trainer: str, folder: Path, alone: list[float]) -> None:
+def test_accelerate_launch_starts_ranks(
+    trainer: str, folder: Path, alone: dict[int, float]
+) -> None:
     pytest.importorskip("accelerate")
     if trainer == "accelerate":  # there the accumulation is the Accelerator's
         settings = yaml.safe_load(RUN)
