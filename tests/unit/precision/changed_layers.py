@@ -19,7 +19,7 @@ def layers_of_class(model: nn.Module, kind: str) -> list[str]:
 
 
 def check_training(change: Change, kind: str) -> None:
-    """Names, dtypes and parameters stay; the loss is near the plain one, not the same, and falls."""
+    """Names, dtypes and parameters stay; the loss is near the plain one, another, and falls."""
     torch.manual_seed(0)
     model = tiny_decoder()
     before = {name: (id(p), p.dtype) for name, p in model.named_parameters()}
