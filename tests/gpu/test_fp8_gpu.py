@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def make_model() -> Decoder:
     return tiny_decoder(vocab_size=512, hidden_size=128, intermediate_size=256)
 
 
-def run(folder: Any, steps: int = 30, **arguments: Any) -> Trainer:
+def run(folder: Any, steps: int = 30, length: int = 64, **arguments: Any) -> Trainer:
     trainer = Trainer(
         args=TrainingArguments(
             output_dir=str(folder),
@@ -50,7 +51,7 @@ def run(folder: Any, steps: int = 30, **arguments: Any) -> Trainer:
             },
         ),
         model_init=make_model,
-        train_dataset=tiny_dataset(256, sequence_length=64, vocab_size=512),
+        train_dataset=tiny_dataset(256, sequence_length=length, vocab_size=512),
         eval_dataset=tiny_dataset(16, sequence_length=64, vocab_size=512, seed=1),
         default_callbacks=False,
     )
@@ -89,6 +90,22 @@ def test_checkpoints_go_from_fp8_to_plain_and_back(tmp_path):
     assert run(tmp_path, steps=15, fp8_recipe="tensorwise", **saving).state.global_step == 15
 
 
+@needs_fp8
+@pytest.mark.parametrize("recipe", fp8.RECIPES)
+def test_a_number_of_tokens_is_refused_exactly_where_the_device_fails(
+    recipe, tmp_path, monkeypatch
+):
+    settings = {"mixed_precision": "bf16", "fp8_recipe": recipe, "steps": 2, "length": 63}
+    if recipe == "rowwise_with_gw_hp":
+        assert len(losses(run(tmp_path, **settings))) == 2
+        return
+    with pytest.raises(ConfigError, match="8 samples of 63 tokens are 504"):
+        run(tmp_path, **settings)
+    monkeypatch.setattr(fp8, "limits_tokens", lambda *_: False)
+    with pytest.raises(RuntimeError):
+        run(tmp_path, **settings)
+
+
 def test_a_device_without_fp8_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 6))
     with pytest.raises(ConfigError, match=r"8\.9"):
@@ -97,7 +114,7 @@ def test_a_device_without_fp8_is_named(tmp_path, monkeypatch):
 
 @needs_fp8
 @pytest.mark.parametrize("recipe", [FLOAT8, INT8])
-def test_a_low_bit_model_made_here_computes_what_training_saw(recipe, tmp_path):
+def test_a_low_bit_model_made_here_computes_what_training_saw(recipe, tmp_path, capsys):
     trainer = run(
         tmp_path / "run",
         default_dtype="bfloat16",
@@ -107,7 +124,12 @@ def test_a_low_bit_model_made_here_computes_what_training_saw(recipe, tmp_path):
     )
     seen = trainer.evaluate()["eval_loss"]
     target = tmp_path / "low"
-    assert main(["finalize", str(tmp_path / "run"), str(target), "--quantize", recipe]) == 0
+    sizes = []
+    for more in (["--dry-run"], []):
+        words = ["finalize", str(tmp_path / "run"), str(target), "--quantize", recipe, "--json"]
+        assert main([*words, *more]) == 0
+        sizes.append(json.loads(capsys.readouterr().out)["bytes"])
+    assert sizes[0] == sizes[1], "a dry run tells the size"
     model = load_causal_lm(target)
     assert len(quantized.quantized_names(model)) == 14
     # The kernels add in another order than the fake-quantized layers do.
