@@ -135,6 +135,15 @@ class TrainingLoop:
             self._rescue(error)
             raise
 
+    @property
+    def outcome(self) -> str:
+        """How the run ended, in the words of `TrainerState.outcome`."""
+        if self.aborted:
+            return "aborted"
+        if self._done or not self.stopped:
+            return "completed"
+        return "stopped" if self.interrupted_by is None else "interrupted"
+
     def _start(self) -> None:
         """Count from where the run stands."""
         p = self.parts

@@ -10,7 +10,12 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 # Facts about this process rather than the run; a resume must not take them from a checkpoint.
-_PROCESS_FIELDS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
+_PROCESS_FIELDS = (
+    "is_local_process_zero",
+    "is_world_process_zero",
+    "outcome",
+    "stateful_callbacks",
+)
 # Follow from the arguments of the run that is starting, not of the one that saved.
 _PLANNED_FIELDS = (
     "logging_steps",
@@ -56,6 +61,12 @@ class TrainerState:
     """Whole epochs finished."""
     epoch_start_step: int = 0
     """`global_step` at which the current epoch began."""
+    run_id: str | None = None
+    """Identifies the run; made at its first start, the same after every resume."""
+    outcome: str | None = None
+    """How the run ended: `completed`, `stopped` (a callback or a command asked for it),
+    `interrupted` (a signal, `stop_at`), `aborted` (a callback asked for an end without a save) or
+    `failed`. None while it runs; known when `on_train_end`, `on_error` and `on_close` fire."""
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint stores: JSON-able, without facts about this process."""
@@ -64,10 +75,18 @@ class TrainerState:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take the progress from a checkpoint; what the arguments decide stays as planned."""
+        own_id = self.run_id
         for f in fields(self):
             if f.name in saved and f.name not in _PROCESS_FIELDS + _PLANNED_FIELDS:
                 setattr(self, f.name, saved[f.name])
+        if not isinstance(self.run_id, str):  # a checkpoint that was made before runs had one
+            self.run_id = own_id
         self.log_history = list(saved.get("log_history", []))
+
+
+def outcome_of(error: BaseException) -> str:
+    """What an exception makes of a run: Ctrl-C is no failure of it."""
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
 
 @dataclass

@@ -30,9 +30,9 @@ from headway.dist.seed import derive_seed, draw_seed, seed_all
 from headway.engine.cached_memory import CachedMemory
 from headway.engine.events import EventBus, TrainerCallback, normalise_callbacks
 from headway.engine.loop import LoopParts, TrainingLoop
-from headway.engine.metrics import MetricBuffer, MetricMergeStrategy, ReduceType, Value
+from headway.engine.metrics import MetricBuffer
 from headway.engine.signals import SignalRequests
-from headway.engine.state import TrainerControl, TrainerState
+from headway.engine.state import TrainerControl, TrainerState, outcome_of
 from headway.errors import ConfigError
 from headway.models.fused_loss import FusedLossFactory
 from headway.optim.build import (
@@ -62,13 +62,14 @@ from headway.trainers.preparation import (
     equip,
     model_source,
 )
+from headway.trainers.recording import Recording
 from headway.trainers.resume import wanted_components
 from headway.trainers.saving import Saver
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer(Checkpointing, Evaluation, LearningRateFinding):
+class Trainer(Recording, Checkpointing, Evaluation, LearningRateFinding):
     """Trains a model on one device; the classes derived from it choose another strategy.
 
     All arguments go by name. `args` may be a dict; `model` or `model_init` is needed. A list of
@@ -208,37 +209,6 @@ class Trainer(Checkpointing, Evaluation, LearningRateFinding):
         """Unregister the first callback that is, or is an instance of, this one."""
         self.bus.remove(callback)
 
-    # Metrics
-
-    def record_metric(
-        self,
-        name: str,
-        value: Value,
-        reduce_type: ReduceType | str | None = None,
-        namespace: str | None = None,
-        merge_strategy: MetricMergeStrategy | str = MetricMergeStrategy.warn,
-    ) -> None:
-        """Record a metric of the current step; it is delivered with the next flush."""
-        self.metrics.record(
-            self.state.global_step, name, value, reduce_type, namespace, merge_strategy
-        )
-
-    def record_ce_loss(self, value: Value, reduce_type: ReduceType | str | None = None) -> None:
-        """Record the current step's cross-entropy loss."""
-        self.record_metric("train/CE loss", value, reduce_type, None, "latest")
-
-    def get_metric(self, name: str, namespace: str | None = None) -> Value | None:
-        """A metric recorded in the current step; reading the number may wait for the device."""
-        return self.metrics.get(self.state.global_step, name, namespace)
-
-    def log(self, logs: dict[str, Any], with_step_event: bool = False) -> None:
-        """Append a record to the history and deliver it to the callbacks."""
-        if with_step_event:
-            self.bus.fire("on_log_step", logs=logs)
-        logs.setdefault("epoch", self.state.epoch)
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.bus.fire("on_log", logs=logs)
-
     # Set-up
 
     def _prepare_model(self, *, resumes: bool = False) -> None:
@@ -366,11 +336,13 @@ class Trainer(Checkpointing, Evaluation, LearningRateFinding):
             with guard_run(), SignalRequests() as signals, torch_settings(self.args):
                 return self._train(resume, signals)
         except BaseException as error:
+            self.state.outcome = outcome_of(error)
             self.bus.fire_to_all("on_error", exception=error)
             self.bus.fire_to_all("on_close")
             raise
 
     def _train(self, resume: bool | str, signals: SignalRequests) -> TrainOutput:
+        self._begin_run()
         # Made of the time, and so another one on every rank.
         self.args.logging_dir = self._ranks().share(self.args.logging_dir)
         snapshot = take_snapshot(self._run_config, self.args)
@@ -415,6 +387,7 @@ class Trainer(Checkpointing, Evaluation, LearningRateFinding):
             raise
         finally:
             loader.close()
+        self.state.outcome = loop.outcome
         output = self._finish(loop, saver, start)
         self.bus.fire("on_train_end")
         errors = self.bus.fire_to_all("on_close")
