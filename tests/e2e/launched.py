@@ -69,7 +69,7 @@ def losses(output_dir: Path) -> dict[int, float]:
     for line in (output_dir / "trainer_logs.jsonl").read_text().splitlines():
         record = json.loads(line)
         if "loss" in record:
-            found[record["step"]] = record["loss"]
+            found[record["global_step"]] = record["loss"]
     return found
 
 

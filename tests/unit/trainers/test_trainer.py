@@ -325,12 +325,13 @@ def test_logs_are_whole_json_lines_and_follow_a_resume(tmp_path):
     run(max_steps=3)
     log = tmp_path / "trainer_logs.jsonl"
     with log.open("a") as file:
-        file.write('{"step": 99, "loss": 1.0}\n{"step": 4, "lo')  # from a run that was killed
+        file.write('{"global_step": 99, "loss": 1.0}\n{"global_step": 4, "lo')  # it was killed
     run(max_steps=5)
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    steps = [r["step"] for r in records if "loss" in r and "train_runtime" not in r]
+    steps = [r["global_step"] for r in records if r["type"] == "train"]
     assert steps == [1, 2, 3, 4, 5]
-    assert {"loss", "grad_norm", "learning_rate", "epoch", "tokens", "time"} <= set(records[0])
+    first = next(r for r in records if r["type"] == "train")
+    assert {"loss", "grad_norm", "learning_rate", "epoch", "tokens", "timestamp"} <= set(first)
     assert (tmp_path / "run" / "config.json").exists()
     assert (tmp_path / "run" / "environment.json").exists()
 

@@ -13,7 +13,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class JsonLogWriter:
     """
 
     def __init__(self, filename: str, form: str = "lines") -> None:
-        if not isinstance(filename, str) or Path(filename).name != filename or not filename:
+        if not isinstance(filename, str) or Path(filename).name != filename or filename in ("", ".."):
             raise ConfigError(f"filename must be the name of a file without a folder: {filename!r}")
         if form not in FORMS:
             raise ConfigError(unknown("format", form, FORMS))
@@ -92,8 +92,10 @@ class JsonLogWriter:
         path = Path(folder) / self.filename
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.kept_aside, self._last_step = path, None, -1
-        if global_step == 0 and path.exists() and path.stat().st_size:
-            self._move_aside("old")
+        if global_step == 0:
+            self._saved = None
+            if path.exists() and path.stat().st_size:
+                self._move_aside("old")
         self._file = self._create()
         if global_step > 0:
             self._seek(global_step)
@@ -103,10 +105,7 @@ class JsonLogWriter:
         if not self.is_open:
             return
         self.kept_aside = None
-        if global_step == 0 and self._place.offset:
-            self._replace("old")
-        else:
-            self._seek(global_step)
+        self._seek(global_step)
 
     def write_record(
         self, global_step: int, epoch: float, data: Mapping[str, Any], type: str = "train"
@@ -193,31 +192,26 @@ class JsonLogWriter:
 
     def _seek(self, step: int) -> None:
         """Cut the file where the loaded checkpoint was made."""
+        saved, self._saved = self._saved, None  # a later start may be from somewhere else
         size = os.fstat(self._file).st_size
         if size == 0:
             self._place = _Place()
             return
-        place = self._saved_place(size)
-        if place is not None:
-            self._cut(place)
-            return
-        place = self._search(step, size)
-        if place is None or place.offset == 0:
-            # Nothing in it is of the time before the checkpoint, or nothing can be read.
-            self._replace("damaged" if place is None else "old")
+        place = self._find_saved(saved or {}, size)
+        if place is None:
+            place = self._search(step, size)
             if place is None:
-                logger.warning(
-                    "%s cannot be read; it is kept as %s and a new log begins",
-                    self.path,
-                    self.kept_aside,
-                )
-            return
-        self._keep_tail(place.offset, size)
+                self._replace("damaged")
+                logger.warning("%s cannot be read; a new log begins", self.path)
+                return
+            if place.offset == 0:
+                self._replace("dropped")
+                return
+            self._keep_tail(place.offset, size)
         self._cut(place)
 
-    def _saved_place(self, size: int) -> _Place | None:
-        """The place that the checkpoint names, if the file is as it was then up to there."""
-        saved = self._saved or {}
+    def _find_saved(self, saved: Mapping[str, Any], size: int) -> _Place | None:
+        """The place that the checkpoint names, if the record before it is the same as then."""
         numbers = [saved.get(key) for key in ("offset", "last_size", "last_crc")]
         if not all(isinstance(number, int) for number in numbers):
             return None
@@ -230,41 +224,27 @@ class JsonLogWriter:
     def _search(self, step: int, size: int) -> _Place | None:
         """The end of the last record of `step` or before, searched from the end of the file.
 
-        None where a record cannot be read: only what a kill tears, the end, may be broken.
+        The start of the file if all records are later. None where a line cannot be read: only the
+        last one may be broken, by a kill.
         """
-        position, rest, end, at_end = size, b"", size, True
-        while position > 0:
-            start = max(0, position - _BLOCK_BYTES)
-            rest = os.pread(self._file, position - start, start) + rest
-            position = start
-            while True:
-                cut = rest.rfind(b"\n", 0, max(0, len(rest) - 1))
-                if cut < 0 and position > 0:
-                    break
-                line, rest = rest[cut + 1 :], rest[: cut + 1]
-                begin = end - len(line)
-                found = _read_line(line, self.form)
-                if found is None and not at_end:
-                    return None
-                if found is not None:
-                    at_end = False
-                    record_step, text_size, text_start = found
-                    if record_step <= step:
-                        last = line[text_start : text_start + text_size]
-                        return _Place(begin + text_start + text_size, text_size, zlib.crc32(last))
-                elif line.strip(b"\0 \t\r\n,[]"):
-                    at_end = False
-                end = begin
-                if cut < 0:
-                    break
-            if len(rest) > 64 * _BLOCK_BYTES:
+        may_be_torn, num_read = True, 0
+        for start, line in _lines_backwards(self._file, size):
+            found = _find_record(line, self.form)
+            if found is not None:
+                record_step, begin, end = found
+                if record_step <= step:
+                    text = line[begin:end]
+                    return _Place(start + end, len(text), zlib.crc32(text))
+                num_read += 1
+            elif line.strip(b"\0 \t\r\n,[]") and not may_be_torn:
                 return None
-        return None if at_end else _Place()
+            may_be_torn = may_be_torn and not line.strip(b"\0 \t\r\n,[]")
+        return _Place() if num_read else None
 
     def _keep_tail(self, offset: int, size: int) -> None:
         """Without the checkpoint's own word, what is dropped may be wanted: it is kept aside."""
         tail = os.pread(self._file, size - offset, offset)
-        if not any(_read_line(line, self.form) for line in tail.splitlines(keepends=True)):
+        if not any(_find_record(line, self.form) for line in tail.splitlines(keepends=True)):
             return
         assert self.path is not None
         self.kept_aside = _free_name(self.path, "dropped")
@@ -283,23 +263,36 @@ class JsonLogWriter:
             os.write(self._file, b"\n]")
 
 
-def _read_line(line: bytes, form: str) -> tuple[int, int, int] | None:
-    """Step, size and start of the record in a line; None if it holds no whole record."""
-    if form == "lines":
-        if not line.endswith(b"\n"):
-            return None
-        text, start = line, 0
-    else:
-        start = len(line) - len(line.lstrip(b"[, \t"))
-        text = line[start:].rstrip(b"],\r\n\t ")
+def _lines_backwards(file: int, size: int) -> Iterator[tuple[int, bytes]]:
+    """Lines with their ends and where they start, the last one first."""
+    start, rest = size, b""
+    while start > 0:
+        begin = max(0, start - _BLOCK_BYTES)
+        rest = os.pread(file, start - begin, begin) + rest
+        start = begin
+        while (cut := rest.rfind(b"\n", 0, -1)) >= 0:
+            yield start + cut + 1, rest[cut + 1 :]
+            rest = rest[: cut + 1]
+    if rest:
+        yield 0, rest
+
+
+def _find_record(line: bytes, form: str) -> tuple[int, int, int] | None:
+    """Step, start and end of the record in a line; None if it holds no whole record."""
+    begin, end = 0, len(line)
+    if form == "array":
+        begin = end - len(line.lstrip(b"[, \t"))
+        end = len(line.rstrip(b"],\r\n\t "))
+    elif not line.endswith(b"\n"):
+        return None
     try:
-        record = json.loads(text)
+        record = json.loads(line[begin:end])
     except ValueError:
         return None
     if not isinstance(record, dict):
         return None
     step = record.get("global_step", record.get("step", 0))
-    return (step if isinstance(step, int) else 0), len(text), start
+    return (step if isinstance(step, int) else 0), begin, end
 
 
 def _free_name(path: Path, why: str) -> Path:

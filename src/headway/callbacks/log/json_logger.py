@@ -1,107 +1,152 @@
-"""Every log record as one line of JSON."""
+"""Every log record of a run as JSON in a file."""
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import os
-import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from headway.callbacks.log.json_lines import JsonLogWriter, log_folder
+from headway.callbacks.log.json_values import plain_value
 from headway.engine.events import TrainerCallback
 from headway.engine.state import TrainerControl, TrainerState
+from headway.errors import ConfigError, unknown
 
 logger = logging.getLogger(__name__)
 
+FILE_NAMES = {"lines": "trainer_logs.jsonl", "array": "trainer_logs.json"}
+
 
 class JsonLogger(TrainerCallback):
-    """Writes `trainer_logs.jsonl` into the output directory.
+    """Writes each record of the log, evaluations and the summary included, in one write.
 
-    A record is one whole line, handed to the system in one write. A resumed run drops the records
-    that came after its checkpoint; a fresh run keeps an older file aside.
+    The file is `trainer_logs.jsonl` (`format="lines"`) or, as one JSON array, `trainer_logs.json`
+    (`format="array"`), in `logging_dir` if that was set, else in `output_dir`. Further arguments
+    by name are recorded when the run starts.
+
+    A resumed run drops the records that came after its checkpoint; a fresh one keeps an older
+    file under another name.
     """
 
-    def __init__(self, file_name: str = "trainer_logs.jsonl") -> None:
-        self.file_name = file_name
-        self._file: TextIO | None = None
+    failure_policy = "disable"
+
+    def __init__(self, file_name: str | None = None, format: str = "lines", **kwargs: Any) -> None:
+        if format not in FILE_NAMES:
+            raise ConfigError("JsonLogger: " + unknown("format", format, FILE_NAMES))
+        self.writer = JsonLogWriter(file_name or FILE_NAMES[format], format)
+        self.kwargs = plain_value(kwargs)
         self._start_step = 0
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: str | None = None
+        self._active = False
+        self._logged: tuple[int, dict[str, Any]] = (-1, {})
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._start_step = state.global_step
-
-    def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any]
-    ) -> None:
-        if not state.is_world_process_zero:
-            return
-        if self._file is None:
-            # Not before there is something to write: a run that fails at once leaves no file.
-            self._file = _open(Path(args.output_dir) / self.file_name, self._start_step)
-            if self._loaded is not None:
-                self._write(self._loaded)
-        self._write({"step": state.global_step, "time": time.time(), **logs})
+        self._active = state.is_world_process_zero
+        problem = _find_obstacle(log_folder(args) / self.writer.filename)
+        if self._active and problem is not None:
+            self._give_up(problem)
 
     def on_load(self, args: Any, state: TrainerState, control: TrainerControl, path: str) -> None:
-        self._loaded = {"step": state.global_step, "time": time.time(), "loaded_checkpoint": path}
-        if self._file is not None:  # a rollback: what came after that step did not happen
-            self._file.close()
-            self._file = _open(Path(args.output_dir) / self.file_name, state.global_step)
-            self._write(self._loaded)
+        self._loaded = str(path)
+        if self.writer.is_open:  # what came after that step did not happen
+            self.writer.rewind(state.global_step)
+            self._write_start("rollback", args, state, None)
+
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, trainer: Any
+    ) -> None:
+        if self._active and not self.writer.is_open:
+            self._open(args, state, trainer)
+
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any],
+        trainer: Any,
+    ) -> None:
+        if not self._active:
+            return
+        if not self.writer.is_open:
+            self._open(args, state, trainer)
+        self._logged = (state.global_step, logs)
+        self.writer.write_record(state.global_step, state.epoch, logs, type=record_type(logs))
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: dict[str, Any]
+    ) -> None:
+        step, logs = self._logged
+        if step == state.global_step and metrics.keys() <= logs.keys():
+            return  # the trainer logs what it evaluates
+        self.writer.write_record(state.global_step, state.epoch, metrics, type="eval")
 
     def on_close(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._active, self._loaded = False, None
+        self.writer.close()
 
-    def _write(self, record: dict[str, Any]) -> None:
-        assert self._file is not None
-        self._file.write(json.dumps(_finite(record), default=str) + "\n")
-        self._file.flush()
+    def close(self) -> None:
+        """Stop writing; what is written stays."""
+        self.writer.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.writer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.writer.load_state_dict(state)
+
+    def _open(self, args: Any, state: TrainerState, trainer: Any) -> None:
+        # Not before a step has worked: a run that fails at once changes nothing on disk.
+        try:
+            self.writer.open(log_folder(args), self._start_step)
+        except OSError as error:
+            self._give_up(str(error))
+            return
+        self._write_start("start" if self._start_step == 0 else "resume", args, state, trainer)
+
+    def _write_start(self, kind: str, args: Any, state: TrainerState, trainer: Any) -> None:
+        facts: dict[str, Any] = {"global_step": state.global_step}
+        if kind != "rollback":
+            facts = {
+                "global_step": self._start_step,
+                "run_id": getattr(trainer, "run_id", None),
+                "run_name": getattr(args, "run_name", None),
+                "max_steps": state.max_steps,
+            }
+        facts["loaded_checkpoint"] = self._loaded
+        if self.writer.kept_aside is not None:
+            facts["kept_aside"] = self.writer.kept_aside.name
+        if kind != "rollback":
+            facts["kwargs"] = self.kwargs
+        facts = {key: value for key, value in facts.items() if value not in (None, {})}
+        self.writer.write_record(self._start_step, state.epoch, facts, type=kind)
+
+    def _give_up(self, why: str) -> None:
+        self._active = False
+        logger.warning("JsonLogger: %s; the run goes on without this log", why)
 
 
-def _open(path: Path, step: int) -> TextIO:
-    """The log, holding what an earlier process wrote up to `step`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        if step == 0:
-            os.replace(path, _aside(path))
-        else:
-            _drop_after(path, step)
-    return path.open("a", encoding="utf-8")
+def record_type(logs: dict[str, Any]) -> str:
+    """What a record of the log is: train, eval or summary."""
+    if "train_runtime" in logs:
+        return "summary"
+    if "loss" in logs or not any(key.endswith(("_loss", "_runtime")) for key in logs):
+        return "train"
+    return "eval"
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: those become text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
-def _aside(path: Path) -> Path:
-    number = 1
-    while (kept := path.with_suffix(f".old-{number}{path.suffix}")).exists():
-        number += 1
-    logger.info("keeping the log of an earlier run as %s", kept)
-    return kept
-
-
-def _drop_after(path: Path, step: int) -> None:
-    """Cut the file after the last record of `step` or before; a torn last line goes too."""
-    keep = 0
-    with open(path, "rb+") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                break
-            if not line.endswith(b"\n") or record.get("step", 0) > step:
-                break
-            keep += len(line)
-        file.truncate(keep)
+def _find_obstacle(path: Path) -> str | None:
+    """Why a file cannot be written, as far as that shows without writing."""
+    if path.is_dir():
+        return f"{path} is a folder"
+    existing = path
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if existing != path and not existing.is_dir():
+        return f"{path} cannot be written, because {existing} is not a folder"
+    needed = os.W_OK if existing == path else os.W_OK | os.X_OK
+    if not os.access(existing, needed):
+        return f"{path} cannot be written: no permission to write to {existing}"
+    return None
