@@ -15,14 +15,15 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from headway.args import TrainingArguments
+from headway.args import FSDP2TrainingArguments, TrainingArguments
 from headway.errors import ConfigError, unknown
 from headway.models.cache import KVCache
+from headway.models.decoder import Decoder
 from headway.strategies.blocks import search_blocks
 from headway.strategies.forwards import forward_of, leave_out_cache, stand_in
 
@@ -43,6 +44,8 @@ class CompileOptions:
     dynamic: bool = True
     full_graph: bool = False
     scope: str = BLOCKS
+    has_gathered_blocks: bool = False
+    """Whether hooks of the blocks gather their weights, as those of FSDP2 do."""
 
     @classmethod
     def from_args(cls, args: TrainingArguments) -> CompileOptions | None:
@@ -56,6 +59,8 @@ class CompileOptions:
             dynamic=args.torch_compile_dynamic,
             full_graph=args.torch_compile_full_graph,
             scope=args.torch_compile_scope,
+            has_gathered_blocks=isinstance(args, FSDP2TrainingArguments)
+            and args.fsdp2.shard_transformer_layers,
         )
 
     @property
@@ -64,7 +69,14 @@ class CompileOptions:
         return self.backend == "inductor" and self.mode in _REPLAYING_MODES
 
     def check(self, device: torch.device) -> None:
-        """Refuse a backend that this torch, or this machine, does not have."""
+        """Refuse a backend that this torch, or this machine, does not have, and a whole that is
+        none."""
+        if self.full_graph and self.scope == MODEL and self.has_gathered_blocks:
+            raise ConfigError(
+                "torch_compile_full_graph=True does not work with torch_compile_scope='model' "
+                "under FSDP2, which gathers the weights of each block in the middle of the model; "
+                "set torch_compile_scope='blocks', or torch_compile_full_graph=False"
+            )
         names = torch._dynamo.list_backends(exclude_tags=())
         if self.backend not in names:
             usual = [name for name in names if not name.endswith("_TESTING_ONLY")]
@@ -82,10 +94,12 @@ class CompileOptions:
 def compile_module(module: nn.Module, options: CompileOptions, *, is_part: bool = False) -> None:
     """Compile a model, or a part of one, in place, to be done at its first call.
 
-    A part without blocks, such as a pipeline's last stage, is left as it is.
+    Of a part only blocks are compiled, whatever the scope; one without any, such as a pipeline's
+    last stage, is left as it is.
     """
     leave_out_cache(module)
-    blocks = [block for _, block in search_blocks(module)] if options.scope == BLOCKS else []
+    by_block = is_part or options.scope == BLOCKS
+    blocks = [block for _, block in search_blocks(module)] if by_block else []
     if not blocks:
         if is_part:
             return
@@ -94,7 +108,7 @@ def compile_module(module: nn.Module, options: CompileOptions, *, is_part: bool 
                 "torch_compile: %s has no list of blocks; it is compiled as a whole",
                 type(module).__name__,
             )
-        blocks = [module]
+        blocks = [_find_whole(module, options)]
     made: dict[FunctionType, Callable[..., Any]] = {}
     for block in blocks:
         plain = forward_of(block)
@@ -108,6 +122,31 @@ def compile_module(module: nn.Module, options: CompileOptions, *, is_part: bool 
         options.backend,
         options.mode or "default",
     )
+
+
+def _find_whole(module: nn.Module, options: CompileOptions) -> nn.Module:
+    """What is compiled as a whole: the model, but not a loss in chunks, which cannot be traced.
+
+    Headway's decoder makes such a loss, and so does the output layer that a fused loss stands in
+    for; then all that comes before the output layer is compiled.
+    """
+    find = getattr(module, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    if not isinstance(head, nn.Module):
+        return module
+    if not isinstance(module, Decoder) and "forward" not in head.__dict__:
+        return module
+    rest = getattr(module, "base_model", None) or getattr(module, "model", None)
+    is_before = isinstance(rest, nn.Module) and all(part is not head for part in rest.modules())
+    if is_before and rest is not module:
+        return cast(nn.Module, rest)
+    if options.full_graph:
+        raise ConfigError(
+            f"torch_compile_full_graph: the loss of {type(module).__name__} is made in chunks by "
+            "its output layer, which the compiler cannot trace and which is no module apart from "
+            "the rest; set torch_compile_scope='blocks', or torch_compile_full_graph=False"
+        )
+    return module
 
 
 def _compiled(plain: FunctionType, options: CompileOptions) -> Callable[..., Any]:

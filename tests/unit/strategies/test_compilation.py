@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from headway import TrainingArguments
+from headway.args import FSDP2TrainingArguments
 from headway.errors import ConfigError
+from headway.models.fused_loss import FusedLoss, chunked_loss
 from headway.strategies.compilation import CompileOptions, compile_module
 from headway.strategies.forwards import put_back
 from headway.strategies.recompute import enable
@@ -101,6 +104,35 @@ def test_copies_and_a_way_back():
     assert num_graphs() == 0
 
 
+def test_a_whole_that_cannot_be_compiled_is_refused():
+    class Inner(nn.Module):
+        """Its output layer, for which a fused loss stands in, is in the middle of it."""
+
+        def __init__(self):
+            super().__init__()
+            self.lm_head = nn.Linear(4, 4)
+            self.lm_head.forward = lambda x: x
+
+        def get_output_embeddings(self):
+            return self.lm_head
+
+    with pytest.raises(ConfigError, match=r"loss of Inner is made in chunks.*scope='blocks'"):
+        compile_module(Inner(), replace(EAGER, scope="model"))
+    compile_module(Inner(), replace(EAGER, scope="model", full_graph=False))
+    args = {"torch_compile": True, "torch_compile_full_graph": True, "torch_compile_scope": "model"}
+    options = CompileOptions.from_args(FSDP2TrainingArguments(**args))
+    with pytest.raises(ConfigError, match="under FSDP2, which gathers the weights of each block"):
+        options.check(torch.device("cpu"))
+    replace(options, scope="blocks").check(torch.device("cpu"))
+
+
+def test_of_a_part_the_blocks_are_compiled_whatever_the_scope():
+    part = tiny_decoder(num_layers=2)
+    compile_module(part, replace(EAGER, scope="model"), is_part=True)
+    assert "forward" not in part.model.__dict__
+    assert all("forward" in layer.__dict__ for layer in part.model.layers)
+
+
 def test_a_model_without_blocks_is_compiled_whole():
     class Plain(nn.Module):
         def __init__(self):
@@ -121,13 +153,21 @@ def test_a_model_without_blocks_is_compiled_whole():
 
 
 def test_the_whole_model_where_that_is_asked_for():
+    """But for a loss in chunks: that of the decoder, or one that stands in for the output layer."""
+    whole = replace(EAGER, scope="model")
     model = tiny_decoder(num_layers=1)
-    compile_module(model, CompileOptions(backend="eager", scope="model"))
-    assert "forward" in model.__dict__ and "forward" not in model.model.layers[0].__dict__
-    loss, *_ = run(model)
-    assert not any("attention" in reason for reason in counters["graph_break"])
-    put_back(model)
-    torch.testing.assert_close(loss, run(model)[0])
+    plain = run(model)
+    compile_module(model, whole)
+    assert "forward" in model.model.__dict__ and "forward" not in model.model.layers[0].__dict__
+    for mine, theirs in zip(plain, run(model)):
+        torch.testing.assert_close(mine, theirs)
+    assert num_graphs() == 1
+    llama, fused = tiny_llama(), tiny_llama()
+    FusedLoss(chunked_loss).install(fused)
+    for model in (llama, fused):
+        compile_module(model, whole)
+    assert "forward" in llama.__dict__
+    assert "forward" not in fused.__dict__ and "forward" in fused.model.__dict__
 
 
 class Small(nn.Module):
