@@ -10,13 +10,39 @@ if TYPE_CHECKING:
     from headway.callbacks.log.info import InfoCallback
     from headway.callbacks.log.json_logger import JsonLogger
     from headway.callbacks.log.progress import ProgressCallback
+    from headway.callbacks.log.summary_writer import ResumableSummaryWriter
+    from headway.callbacks.log.tb_logger import TBLogger
+    from headway.callbacks.profile.malloc_trace import MallocTraceCallback
+    from headway.callbacks.profile.memory_snapshot import MemorySnapshotCallback
+    from headway.callbacks.profile.profiler import ProfilerCallback
     from headway.callbacks.watch.default_metrics import DefaultMetrics
+    from headway.callbacks.watch.gap_monitor import GAPMonitorCallback
+    from headway.callbacks.watch.gpu_memory_monitor import GPUMemoryMonitorCallback
+    from headway.callbacks.watch.grad_norm_logger import GradNormLogger
+    from headway.callbacks.watch.parameter_norm_logger import ParameterNormLogger
+    from headway.callbacks.watch.peak_memory import PeakMemory
+    from headway.callbacks.watch.speed_monitor import SpeedMonitorCallback
+    from headway.callbacks.watch.stability_monitor import StabilityMonitorCallback
+    from headway.callbacks.watch.weight_norm_logger import WeightNormLogger
 
 __all__ = [
     "DefaultMetrics",
+    "GAPMonitorCallback",
+    "GPUMemoryMonitorCallback",
+    "GradNormLogger",
     "InfoCallback",
     "JsonLogger",
+    "MallocTraceCallback",
+    "MemorySnapshotCallback",
+    "ParameterNormLogger",
+    "PeakMemory",
+    "ProfilerCallback",
     "ProgressCallback",
+    "ResumableSummaryWriter",
+    "SpeedMonitorCallback",
+    "StabilityMonitorCallback",
+    "TBLogger",
+    "WeightNormLogger",
     "default_callbacks",
 ]
 
@@ -27,7 +53,20 @@ __getattr__, __dir__ = lazy_exports(
         "log.info": ("InfoCallback",),
         "log.json_logger": ("JsonLogger",),
         "log.progress": ("ProgressCallback",),
+        "log.summary_writer": ("ResumableSummaryWriter",),
+        "log.tb_logger": ("TBLogger",),
+        "profile.malloc_trace": ("MallocTraceCallback",),
+        "profile.memory_snapshot": ("MemorySnapshotCallback",),
+        "profile.profiler": ("ProfilerCallback",),
         "watch.default_metrics": ("DefaultMetrics",),
+        "watch.gap_monitor": ("GAPMonitorCallback",),
+        "watch.gpu_memory_monitor": ("GPUMemoryMonitorCallback",),
+        "watch.grad_norm_logger": ("GradNormLogger",),
+        "watch.parameter_norm_logger": ("ParameterNormLogger",),
+        "watch.peak_memory": ("PeakMemory",),
+        "watch.speed_monitor": ("SpeedMonitorCallback",),
+        "watch.stability_monitor": ("StabilityMonitorCallback",),
+        "watch.weight_norm_logger": ("WeightNormLogger",),
     },
 )
 

@@ -1,0 +1,1 @@
+"""Callbacks that look into a run in detail: traces, memory."""
