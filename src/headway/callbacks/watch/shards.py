@@ -58,6 +58,13 @@ class Shard:
         gradient = _local(gradient)
         return gradient.coalesce().values() if gradient.is_sparse else gradient
 
+    @property
+    def dense_gradient(self) -> Tensor:
+        """The gradient, which must be there, of every element."""
+        assert self.parameter.grad is not None
+        gradient = _local(self.parameter.grad)
+        return gradient.to_dense() if gradient.is_sparse else gradient
+
 
 @dataclass(frozen=True)
 class Shards:
@@ -93,11 +100,16 @@ def matches(name: str, patterns: Iterable[str] | None) -> bool:
 
 
 def find_shards(
-    model: nn.Module, patterns: Sequence[str] | None = None, *, observer: str
+    model: nn.Module,
+    patterns: Sequence[str] | None = None,
+    *,
+    observer: str,
+    may_be_none: bool = False,
 ) -> Shards | None:
     """The parameters whose names match; all ranks must call it.
 
-    None, with a warning that names the observer, where there is nothing to look at.
+    None, with a warning that names the observer, where there is nothing to look at. That no name
+    matches is nothing to warn of if there `may_be_none`.
     """
     held: list[tuple[str, nn.Parameter, list[Any]]] = []
     problem: str | None = None
@@ -117,7 +129,7 @@ def find_shards(
     replicated = len({digest for _, digest, _ in said}) == 1 and not any(part for *_, part in said)
     own = [region for _, _, region in held]
     lists = [own] * len(said) if replicated else on_all_ranks(lambda: own)
-    if not any(lists):
+    if not any(lists) and not may_be_none:
         shown = "" if patterns is None else f" that matches {', '.join(patterns)}"
         logger.warning("%s has nothing to measure: the model has no parameter%s", observer, shown)
         return None

@@ -17,6 +17,7 @@ from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 
@@ -111,6 +112,19 @@ def _in_one(sums: Tensor, maxima: Tensor) -> Tensor:
     wide = torch.float32 if sums.device.type == "mps" else torch.float64
     maxima = torch.nan_to_num(maxima.to(sums.device, wide), nan=torch.inf, posinf=torch.inf)
     return torch.cat([sums.to(wide), maxima])
+
+
+def add_up(values: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over a group of training, where the values are; all its ranks must call it."""
+    from torch import distributed
+
+    # What training keeps on the host may still belong to a group of devices only.
+    if values.device.type == "cpu" and distributed.get_backend(group) == "nccl":
+        moved = values.cuda()
+        distributed.all_reduce(moved, group=group)
+        return moved.to(values.device)
+    distributed.all_reduce(values, group=group)
+    return values
 
 
 def _describe(error: Exception | None) -> Any:

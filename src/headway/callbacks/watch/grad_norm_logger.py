@@ -1,0 +1,152 @@
+"""The L2 norm of every parameter's gradient, as a file for diagnosis and heat maps."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headway.callbacks.watch.cadence import Cadence
+from headway.callbacks.watch.norm_log import NormLog
+from headway.callbacks.watch.shards import Shards, check_patterns, norms_of, put_in_slots
+from headway.callbacks.watch.sharing import attempt
+from headway.engine.events import TrainerCallback
+from headway.engine.state import TrainerControl, TrainerState
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+# What clipping adds to a norm before it divides by it.
+_CLIP_EPSILON = 1e-6
+
+
+class GradNormLogger(TrainerCallback):
+    """Writes `gradient_norms.jsonl`: per record `grad_norms`, a map from parameter to norm.
+
+    The norms are those before clipping, over all ranks; `grad_norm` is their total and
+    `clip_factor` what clipping multiplied the gradients by. A record is written at each evaluation
+    (in a run without any: with each log record), or every `log_steps` steps. `include` are glob
+    patterns of names; without them every parameter is listed, and `grad_norm` is of those listed.
+
+    Norms are computed on the device, at steps that may be written, and read in one transfer.
+    """
+
+    failure_policy = "disable"
+    LOG_FILENAME = "gradient_norms.jsonl"
+
+    def __init__(
+        self, log_steps: int | None = None, include: Sequence[str] | str | None = None
+    ) -> None:
+        self.cadence = Cadence("GradNormLogger", log_steps)
+        self.include = check_patterns("GradNormLogger.include", include)
+        self._log = NormLog(self.LOG_FILENAME)
+        self._measured: tuple[int, Callable[[], Tensor]] | None = None
+        self._told_none = False
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: nn.Module
+    ) -> None:
+        self._measured, self._told_none = None, False
+        self._log.shards = None
+        if args.fuse_optim_with_backward:
+            logger.warning(
+                "GradNormLogger writes nothing: fuse_optim_with_backward uses up each gradient "
+                "during the backward pass"
+            )
+            return
+        self.cadence.start(args)
+        self._log.begin(model, self.include, state, "GradNormLogger")
+
+    def on_load(self, args: Any, state: TrainerState, control: TrainerControl, path: str) -> None:
+        self._measured = None
+        self._log.rewind(state)
+
+    def on_gradients(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+        self._measured = None
+        if self._log.takes_part(state) and self.cadence.may_come(args, state):
+            shards = self._log.shards
+            assert shards is not None
+            self._measured = (state.global_step + 1, attempt(lambda: _measure(shards)))
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+        self._write("on_step_end", args, state)
+
+    def on_log_step(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+        self._write("on_log_step", args, state)
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+        self._write("on_evaluate", args, state)
+
+    def on_close(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+        self._measured = None
+        self._log.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": 1, "writer": self._log.writer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._log.writer.load_state_dict(state.get("writer") or {})
+
+    def _write(self, event: str, args: Any, state: TrainerState) -> None:
+        shards, measured = self._log.shards, self._measured
+        if shards is None or measured is None or not self.cadence.is_due(event, state):
+            return
+        step, result = measured
+        self._measured = None
+        if step != state.global_step:
+            return
+        num_names = len(shards.names)
+        sums, _ = self._log.join(lambda: _split(result()), 2 * num_names)
+        norms = {
+            name: math.sqrt(square)
+            for name, square, present in zip(shards.names, sums, sums[num_names:])
+            if present
+        }
+        if not norms:
+            self._tell_none()
+            return
+        total = math.sqrt(sum(norm * norm for norm in norms.values()))
+        self._log.write(
+            args,
+            state,
+            {
+                "grad_norm": total,
+                "clip_factor": _clip_factor(total, args.max_grad_norm),
+                "grad_norms": norms,
+            },
+        )
+
+    def _tell_none(self) -> None:
+        if not self._told_none:
+            self._told_none = True
+            logger.warning("GradNormLogger writes nothing: no parameter has a gradient to read")
+
+
+def _measure(shards: Shards) -> Tensor:
+    """Squares of the norms of this rank's parts by name, then which of them there are."""
+    import torch
+
+    found = [(s.slot, g) for s in shards.answered if (g := s.local_gradient) is not None]
+    slots = [slot for slot, _ in found]
+    norms = norms_of([gradient for _, gradient in found])
+    squares = put_in_slots(norms, slots, len(shards.names)).square()
+    present = put_in_slots(
+        [torch.ones_like(n) for n in norms[:1]] * len(norms), slots, len(squares)
+    )
+    return torch.cat([squares, present])
+
+
+def _split(sums: Tensor) -> tuple[Tensor, Tensor]:
+    return sums, sums[:0]
+
+
+def _clip_factor(norm: float, max_norm: float | None) -> float | None:
+    """What clipping does to gradients of this norm; None where a norm that is no number tells."""
+    if not max_norm:
+        return 1.0
+    if not math.isfinite(norm):
+        return None
+    return min(1.0, max_norm / (norm + _CLIP_EPSILON))
