@@ -316,6 +316,11 @@ class TrainingArguments(BaseTrainingArguments):
     """Share of activations the compiler may keep, 0 to 1; needs `torch_compile`."""
     fuse_optim_with_backward: bool = False
     """Update each parameter as soon as its gradient is there, and free the gradient."""
+    metrics_collect_interval: int = 5
+    """Steps between two deliveries of metrics to callbacks; every step is delivered.
+
+    What a log record or a save needs is delivered then in any case.
+    """
     speed_metrics_start_step: int = 1
     """Steps left out of speed metrics at the start. 0: measure all."""
     set_dataset_epoch: bool = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ class Saved:
 
     path: Path
     step: int
+    duration_s: float
+    """From the hand-over of the copied state to the commit."""
 
 
 class BackgroundSaver:
@@ -40,6 +43,7 @@ class BackgroundSaver:
         self._thread: threading.Thread | None = None
         self._step: int | None = None
         self._path: Path | None = None
+        self._duration_s = 0.0
         self._error: BaseException | None = None
         self._last_error: str | None = None
 
@@ -70,6 +74,7 @@ class BackgroundSaver:
             self._write(pending)
 
     def _write(self, pending: PendingSave) -> None:
+        started_s = time.monotonic()
         try:
             self._path = self._manager.write(pending)
             self._last_error = None
@@ -81,6 +86,7 @@ class BackgroundSaver:
             # Said at once: the main thread may be in a long step, or at its end.
             logger.error("%s", self._last_error)
         finally:
+            self._duration_s = time.monotonic() - started_s
             self.finished = True
 
     def collect(self) -> Saved | None:
@@ -96,4 +102,4 @@ class BackgroundSaver:
             error.add_note(f"while saving the checkpoint of step {step}")
             raise error
         assert path is not None
-        return Saved(path, step)
+        return Saved(path, step, self._duration_s)

@@ -19,9 +19,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
@@ -43,6 +44,7 @@ _NOT_STOPPED = 3
 """So many times as patient with a process that gives no sign but is not stopped either."""
 _NUM_NEIGHBOURS = 8
 _ANSWER_S = 3.0
+_LAST_ACTS_S = 2.5
 
 Kind = Literal["error", "mistake", "lost"]
 
@@ -391,9 +393,37 @@ def say(text: str, kind: str = "error") -> None:
         pass
 
 
+_last_acts: list[Callable[[str], None]] = []
+
+
+@contextmanager
+def at_forced_end(act: Callable[[str], None]) -> Iterator[None]:
+    """Inside: have `act` called with the reason should the watch end the process.
+
+    It runs in a thread, has little time, and cannot count on the main thread or on other ranks.
+    """
+    _last_acts.append(act)
+    try:
+        yield
+    finally:
+        _last_acts.remove(act)
+
+
+def _act_at_last(reason: str) -> None:
+    for act in tuple(_last_acts):
+        try:
+            act(reason)
+        except Exception as error:
+            say(f"at the end of the process: {type(error).__name__}: {error}", "warning")
+
+
 def end_process(code: int, reason: str, *, victim: bool = True) -> None:
     """End at once, leaving word where the launcher looks for it."""
     note_exit(code, reason, victim=victim)
+    if _last_acts:
+        acts = threading.Thread(target=_act_at_last, args=(reason,), daemon=True)
+        acts.start()
+        acts.join(_LAST_ACTS_S)
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()
     flush.join(0.5)

@@ -7,7 +7,6 @@ agreed. Devices belong to the strategy, cadence to the triggers, bytes to the ch
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import time
 from collections.abc import Callable
@@ -22,17 +21,21 @@ from torch.optim.lr_scheduler import LRScheduler
 from headway.args import TrainingArguments
 from headway.checkpoint.background import BackgroundSaver
 from headway.data.loader import Window, WindowLoader
+from headway.dist.channel import RankChannel
+from headway.dist.watch import at_forced_end
 from headway.engine.best import update_best
 from headway.engine.counts import count_window
+from headway.engine.delivery import MetricDelivery, NonFiniteError
 from headway.engine.events import EventBus
-from headway.engine.interval import Interval
+from headway.engine.flushing import Flusher
+from headway.engine.last_metrics import dump_last_metrics
 from headway.engine.metrics import (
     GRAD_NORM,
-    LEARNING_RATE,
     LOSS_SCALE,
     TRAIN_LOSS,
     MetricBuffer,
     Value,
+    learning_rate_name,
 )
 from headway.engine.rescue import LastStep
 from headway.engine.signals import SignalRequests
@@ -44,17 +47,11 @@ from headway.strategies.objective import Objective
 
 logger = logging.getLogger(__name__)
 
-# Without a log cadence in steps, metrics still leave the device now and then.
-_MOST_BUFFERED_STEPS = 1000
 (
     _LOG, _EVALUATE, _SAVE, _STOP, _ABORT, _ROLLBACK, _SKIP_DATA, _END_EPOCH, _SAVED, _DONE,
     _INTERRUPT, _SIGINT, _SIGTERM,
 ) = (1 << n for n in range(13))  # fmt: skip
 _BY_SIGNAL = {signal.SIGINT: _SIGINT, signal.SIGTERM: _SIGTERM}
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient was not finite and the arguments ask to raise."""
 
 
 @dataclass
@@ -89,6 +86,8 @@ class LoopParts:
     """Called once, when the first step went well."""
     rescue: Callable[[], None]
     """Save the current step after an error, unless it is saved already."""
+    channel: RankChannel | None = None
+    """On which ranks join metrics; None where there is one rank only."""
     relieve: Callable[[], Any] = bool
     """Between steps: give device memory back where there is too little."""
 
@@ -103,8 +102,11 @@ class TrainingLoop:
         self.aborted = False
         self.interrupted_by: str | None = None
         """What stopped it from outside before its length was done: a signal, or `stop_at`."""
-        self.losses_sum, self.num_steps, self.num_samples = 0.0, 0, 0
-        self._interval = Interval(parts.state)
+        self.num_samples = 0
+        self.delivery = MetricDelivery(
+            parts.args, parts.state, parts.bus, Flusher(parts.metrics, parts.channel)
+        )
+        self._rate_names: list[str] = []
         self._clock = Clock(
             time.monotonic(),
             parts.state.train_seconds,
@@ -127,13 +129,21 @@ class TrainingLoop:
                 self.parts.state.global_step,
             )
         try:
-            while not (self._told_to_stop() or self._done):
-                self._epoch()
-            if not self.aborted:
-                self._finish()
-        except Exception as error:
-            self._rescue(error)
+            with at_forced_end(self._dump_metrics):
+                while not (self._told_to_stop() or self._done):
+                    self._epoch()
+                if not self.aborted:
+                    self._finish()
+        except BaseException as error:
+            self._dump_metrics(f"{type(error).__name__}: {error}")
+            if isinstance(error, Exception):
+                self._rescue(error)
             raise
+
+    def close(self) -> None:
+        """After the last save was announced: hand out what was recorded since the last flush."""
+        self.delivery.flush()
+        self.delivery.close()
 
     @property
     def outcome(self) -> str:
@@ -209,6 +219,7 @@ class TrainingLoop:
             p.state.epoch = float(p.state.raw_epoch)
             p.state.epoch_start_step = p.state.global_step
             p.loader.start_epoch(p.loader.epoch + 1)
+        self.delivery.flush()
         p.bus.fire("on_epoch_end")
         if not self.aborted and p.state.epoch == p.state.raw_epoch:
             self._act_at_epoch_end()
@@ -229,9 +240,7 @@ class TrainingLoop:
         self._last_step.update()
         taken = p.strategy.apply(p.optimizer, loss, grad_norm)
         fire("on_optimizer_step")
-        learning_rate = p.optimizer.param_groups[0]["lr"]
-        if isinstance(learning_rate, Tensor):
-            learning_rate = learning_rate.clone()  # the schedule writes into it
+        measured = self._read_rates()
         state.num_input_tokens_seen += totals.num_tokens
         if p.scheduler is not None and taken:
             p.scheduler.step()
@@ -244,17 +253,28 @@ class TrainingLoop:
             in_epoch = (state.global_step - state.epoch_start_step) / p.steps_per_epoch
         state.epoch = state.raw_epoch + in_epoch
         self._last_step.reach()
-        measured: dict[str, Value] = {TRAIN_LOSS: loss, GRAD_NORM: grad_norm}
-        measured[LEARNING_RATE] = learning_rate
+        measured[TRAIN_LOSS], measured[GRAD_NORM] = loss, grad_norm
         if p.strategy.loss_scale is not None:
             measured[LOSS_SCALE] = p.strategy.loss_scale.value
         p.metrics.record_step(state.global_step, measured)
         fire("on_step_end")
 
+    def _read_rates(self) -> dict[str, Value]:
+        """The learning rate of every group, as the update used it."""
+        groups, names = self.parts.optimizer.param_groups, self._rate_names
+        if len(names) != len(groups):
+            names[:] = map(learning_rate_name, range(len(groups)))
+        return {
+            # The schedule writes into a tensor.
+            name: rate.clone() if isinstance(rate := group["lr"], Tensor) else rate
+            for name, group in zip(names, groups)
+        }
+
     def _boundary(self) -> bool:
         """Act on what is due and what was asked for; returns whether the run was rolled back."""
         p, state = self.parts, self.parts.state
         p.relieve()
+        self.delivery.deliver()
         now = time.monotonic()
         seconds = self._clock.of_run(now)
         wanted = self._take_flags()
@@ -272,8 +292,7 @@ class TrainingLoop:
         wanted = p.strategy.agree(wanted)
         self._done = bool(wanted & _DONE)
         if not wanted:
-            if p.metrics.num_steps >= _MOST_BUFFERED_STEPS:
-                self._flush()
+            self.delivery.collect()
             return False
         if wanted & _SAVED:
             p.deliver_save()
@@ -281,7 +300,10 @@ class TrainingLoop:
         if wanted & _LOG:
             self._log()
             wanted |= p.strategy.agree(self._take_flags())  # what handlers of the log asked for
-        return self._act(wanted)
+        rolled_back = self._act(wanted)
+        if not rolled_back:
+            self.delivery.collect()
+        return rolled_back
 
     def _take_flags(self) -> int:
         """What callbacks ask for; requests of one step are lowered as they are read."""
@@ -335,50 +357,16 @@ class TrainingLoop:
             self._act(wanted)
         control.should_epoch_stop = False
 
-    def _flush(self) -> None:
-        """Bring the buffered metrics to the host and act on steps that were not finite."""
-        p = self.parts
-        skipped = []
-        for step, metrics in p.metrics.flush():
-            if GRAD_NORM in metrics:  # a step of the loop, not only records of callbacks
-                if self._interval.add(metrics):
-                    # Looking for the largest scale that fits overflows now and then, by design.
-                    if LOSS_SCALE not in metrics or not math.isfinite(metrics[TRAIN_LOSS]):
-                        skipped.append(step)
-                else:
-                    self.losses_sum += metrics[TRAIN_LOSS]
-                    self.num_steps += 1
-            p.bus.fire("on_metrics", step=step, metrics=metrics)
-        if skipped:
-            self._on_nonfinite(skipped)
-
-    def _on_nonfinite(self, steps: list[int]) -> None:
-        action = self.parts.args.nonfinite_action
-        which = ", ".join(map(str, steps[:5])) + (" ..." if len(steps) > 5 else "")
-        outcome = "the update was withheld, the weights are as before"
-        if self.parts.args.fuse_optim_with_backward:
-            outcome = (
-                "updates with a gradient that was not finite were withheld; "
-                "fuse_optim_with_backward may have updated other weights before it came"
-            )
-        message = f"loss or gradient was not finite at step {which}; {outcome}"
-        if action == "raise":
-            raise NonFiniteError(message)
-        logger.warning("%s (nonfinite_action=%s)", message, action)
-        if action == "stop":
-            self.parts.bus.control.should_training_stop = True
-            self.parts.bus.stopped_by = self.parts.bus.stopped_by or ("loop", "nonfinite", "stop")
-
     def _log(self) -> None:
-        self._flush()
+        self.delivery.flush()
         p = self.parts
-        if self._interval.empty:
+        if self.delivery.interval.empty:
             return
-        record = self._interval.record(p.state)
+        record = self.delivery.interval.record(p.state)
         if p.strategy.device.type == "cuda":
             record["peak_mem_allocated"] = self._peak_bytes_of_ranks()
             torch.cuda.reset_peak_memory_stats(p.strategy.device)
-        self._interval = Interval(p.state)
+        self.delivery.start_interval()
         p.log(record, True)
 
     def _peak_bytes_of_ranks(self) -> list[int]:
@@ -389,7 +377,7 @@ class TrainingLoop:
 
     def _evaluate(self) -> int:
         """Returns what ended it before it was through, if anything: then it did not happen."""
-        self._flush()
+        self.delivery.flush()
         p, ended_by = self.parts, 0
 
         def must_end() -> bool:
@@ -406,6 +394,12 @@ class TrainingLoop:
         self._evaluated_step, self._last_metrics = p.state.global_step, metrics
         update_best(p.state, p.args, metrics)
         return 0
+
+    def _dump_metrics(self, reason: str) -> None:
+        p = self.parts
+        if self._stepped:  # a run that cannot start changes nothing on disk
+            steps = self.delivery.pending()
+            dump_last_metrics(p.args.output_dir, steps, p.state, p.args.process_index, reason)
 
     def _rescue(self, error: Exception) -> None:
         """After an error: save the last completed step where `save_on_error` asks for it."""
@@ -428,7 +422,7 @@ class TrainingLoop:
             logger.exception("save_on_error: the save failed")
 
     def _save(self) -> None:
-        self._flush()
+        self.delivery.flush()
         p = self.parts
         self._saved_step = p.state.global_step
         p.state.train_seconds = self._clock.of_run(time.monotonic())
@@ -437,11 +431,11 @@ class TrainingLoop:
 
     def _rollback(self, skip_data: bool) -> None:
         p = self.parts
-        self._flush()
+        self.delivery.flush()
         p.bus.control.rollback_skip_data = False
         p.rollback(skip_data)
         self._start()
-        self._interval = Interval(p.state)
+        self.delivery.start_interval()
         self._evaluated_step = self._saved_step = -1
 
     def _finish(self) -> None:
@@ -449,7 +443,7 @@ class TrainingLoop:
         p = self.parts
         if p.log_trigger.active:
             self._log()
-        self._flush()
+        self.delivery.flush()
         # Whoever interrupts is waiting: no evaluation then.
         waiting = self.interrupted_by is not None
         if self._evaluates and self._evaluated_step != p.state.global_step and not waiting:

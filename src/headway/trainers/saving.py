@@ -7,6 +7,7 @@ retention rule are the checkpoint room's.
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from headway.checkpoint.replaced import set_aside
 from headway.config.rules_values import LOADABLE
 from headway.data.loader import WindowLoader
 from headway.engine.best import require_metric
+from headway.engine.metrics import LOAD_DURATION, SAVE_ASYNC_DURATION, SAVE_DURATION
 from headway.models.hf import generation_config_of, hf_config_of
 from headway.optim.build import follow_scheduler
 from headway.optim.in_force import InForce
@@ -214,6 +216,7 @@ class Saver:
         synchronous.
         """
         self.deliver()
+        started_s = time.monotonic()
         trainer, state = self._trainer, self._trainer.state
         metric = None
         if metrics is not None:
@@ -226,6 +229,7 @@ class Saver:
             self._contents_to_save(), state.global_step, metrics=metrics, metric=metric
         )
         self.background.start(pending)
+        self._record_duration(SAVE_DURATION, time.monotonic() - started_s, state.global_step)
         if not trainer.args.save_async:
             self.deliver()
 
@@ -263,7 +267,13 @@ class Saver:
         """Wait for the save under way, if any, and announce it; what it failed with is raised."""
         saved = self.background.collect()
         if saved is not None:
+            if self._trainer.args.save_async:
+                self._record_duration(SAVE_ASYNC_DURATION, saved.duration_s, saved.step)
             self._trainer.bus.fire("on_save", checkpoint_path=str(saved.path), step=saved.step)
+
+    def _record_duration(self, name: str, seconds: float, step: int) -> None:
+        """Under the step that was saved or loaded; of all ranks the slowest counts."""
+        self._trainer.record_metric(name, seconds, "max", None, "latest", step=step)
 
     def settle(self) -> None:
         """After an error: let the save under way end; its own failure is only logged."""
@@ -299,6 +309,7 @@ class Saver:
 
     def load(self, path: Path, wanted: set[str] | None = None) -> LoadedCheckpoint:
         """Take what the run's checkpoints hold, or only the wanted parts of it."""
+        started_s = time.monotonic()
         trainer = self._trainer
         assert trainer.strategy is not None
         wanted = self._kept if wanted is None else wanted
@@ -319,6 +330,8 @@ class Saver:
             follow_scheduler(trainer.optimizer, trainer.lr_scheduler)
         if isinstance(trainer.lr_scheduler, CurveLR):
             trainer.lr_scheduler.mark()
+        seconds = time.monotonic() - started_s
+        self._record_duration(LOAD_DURATION, seconds, trainer.state.global_step)
         trainer.bus.fire("on_load", path=str(loaded.path))
         return loaded
 

@@ -24,6 +24,7 @@ from headway.config.schema import RunConfig
 from headway.config.snapshot import take_snapshot, versions, write_snapshot
 from headway.data.loader import WindowLoader
 from headway.dist.agreement import require_equal
+from headway.dist.channel import RankChannel
 from headway.dist.env import DistributedEnvInterface, detect_env
 from headway.dist.failure import guard_run
 from headway.dist.seed import derive_seed, draw_seed, seed_all
@@ -141,6 +142,7 @@ class Trainer(Recording, Checkpointing, Evaluation, LearningRateFinding):
         )
         self.bus = EventBus(args, self.state, TrainerControl())
         self.metrics = MetricBuffer()
+        self._channel: RankChannel | None = None
         self.strategy: Strategy | None = None
         self._all_ranks: Ranks | None = None
         self._objective: Objective | None = None
@@ -244,7 +246,7 @@ class Trainer(Recording, Checkpointing, Evaluation, LearningRateFinding):
         if self.env.rank:  # after the model, which all ranks draw alike
             seed_all(derive_seed(self.state.seed or 0, self.env.rank))
         if strategy.data_shard().world_size > 1 or self.env.world_size > 1:
-            self.metrics.reduce = strategy.reduce
+            self._channel = RankChannel()
         self.strategy, self.model = strategy, model
         self._objective = self._make_objective(model)
         self.bus.kwargs.update(model=model, processing_class=self.processing_class, trainer=self)
@@ -382,6 +384,7 @@ class Trainer(Recording, Checkpointing, Evaluation, LearningRateFinding):
             self.bus.fire("on_train_begin")
             loop.run()
             saver.deliver()
+            loop.close()
         except BaseException:
             saver.settle()
             raise
@@ -435,6 +438,7 @@ class Trainer(Recording, Checkpointing, Evaluation, LearningRateFinding):
             rollback=saver.rollback,
             on_first_step=on_first_step,
             rescue=saver.rescue,
+            channel=self._channel,
             relieve=CachedMemory(self.strategy.device, self.args.gc_threshold).relieve,
         )
 
@@ -448,7 +452,7 @@ class Trainer(Recording, Checkpointing, Evaluation, LearningRateFinding):
             saver.load_best()
         if self.bus.stopped_by is not None:
             logger.info("stopped by %s in %s (%s)", *self.bus.stopped_by)
-        loss = loop.losses_sum / loop.num_steps if loop.num_steps else 0.0
+        loss = loop.delivery.mean_loss
         assert self.strategy is not None
         accumulation = self.bus.kwargs["train_dataloader"].deal.accumulation
         num_shares = self.strategy.data_shard().world_size

@@ -3,22 +3,24 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway import ConfigError
+from headway.engine.flushing import Flusher
 from headway.engine.metrics import GRAD_NORM, TRAIN_LOSS, MetricBuffer, ReduceType
 from headway.testing import count_host_syncs
 
 
 def flushed(buffer):
-    return dict(buffer.flush())
+    return dict(Flusher(buffer).flush())
 
 
 def test_every_step_is_delivered_in_order():
     buffer = MetricBuffer()
     for step in (3, 1, 2):
         buffer.record(step, "x", torch.tensor(float(step)))
-    assert [step for step, _ in buffer.flush()] == [1, 2, 3]
-    assert buffer.flush() == []
+    assert list(flushed(buffer)) == [1, 2, 3]
+    assert flushed(buffer) == {}
 
 
 def test_recording_does_not_sync_and_a_flush_syncs_once():
@@ -28,16 +30,37 @@ def test_recording_does_not_sync_and_a_flush_syncs_once():
             buffer.record(step, "a", torch.tensor(1.0))
             buffer.record(step, "b", torch.tensor(2), namespace="n")
     assert syncs.count == 0
-    with count_host_syncs() as syncs:
-        buffer.flush()
-    assert syncs.count <= 1
+    copies = []
+
+    class CountCopies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket.__name__ == "copy_":
+                copies.append((args[1].numel(), kwargs))
+            return func(*args, **(kwargs or {}))
+
+    flusher = Flusher(buffer)
+    flusher.flush()  # the memory on the host is made with the first one
+    for step in range(50):
+        buffer.record(step, "a", torch.tensor(1.0))
+        buffer.record(step, "b", torch.tensor(2), namespace="n")
+    with count_host_syncs() as syncs, CountCopies():
+        flusher.flush()
+    assert syncs.count == 0
+    assert [number for number, _ in copies] == [100], "both kinds, all steps, in one transfer"
 
 
 def test_large_counters_keep_their_digits():
     buffer = MetricBuffer()
-    buffer.record(1, "tokens", torch.tensor(2**24 + 1))
-    buffer.record(1, "host", 2**53 - 1)
-    assert flushed(buffer)[1] == {"tokens": 2**24 + 1, "host": 2**53 - 1}
+    for name, number in (("small", 2**24 + 1), ("large", 2**53 - 1)):
+        buffer.record(1, name, torch.tensor(number))
+        buffer.record(1, f"host {name}", number)
+        buffer.record(1, f"summed {name}", torch.tensor(number - 2), merge_strategy="sum")
+        buffer.record(1, f"summed {name}", 2, merge_strategy="sum")
+    buffer.record(1, "half", torch.tensor(0.5, dtype=torch.bfloat16))  # beside it, in one copy
+    numbers = flushed(buffer)[1]
+    assert numbers.pop("half") == 0.5
+    for name, number in numbers.items():
+        assert number == (2**24 + 1 if "small" in name else 2**53 - 1), name
 
 
 def test_namespace_and_get():
@@ -78,38 +101,85 @@ def test_bad_values_are_named():
     buffer = MetricBuffer()
     with pytest.raises(ConfigError, match="one number, got a tensor of shape"):
         buffer.record(1, "x", torch.ones(2))
+    for wrong in ("1.0", None, [1.0, 2.0]):
+        with pytest.raises(ConfigError, match="'x' must be one number, got"):
+            buffer.record(1, "x", wrong)
     with pytest.raises(ConfigError, match="reduce_type 'men'; did you mean 'mean'"):
         buffer.record(1, "x", 1.0, "men")
     with pytest.raises(ConfigError, match="merge_strategy"):
         buffer.record(1, "x", 1.0, merge_strategy="lattest")
 
 
-def test_values_are_joined_over_ranks_in_one_go_for_each_type():
-    asked = []
+class Channel:
+    """Two ranks that brought the same, as one of them sees it; says what it was asked."""
 
-    def reduce(value, kind):
-        if kind != "max":  # the ranks' question whether they brought the same
-            asked.append((kind, value.numel()))
-        return value * 2 if kind == "sum" else value
+    rank, world_size, timeout_s = 0, 2, 10.0
 
-    buffer = MetricBuffer(reduce)
+    def __init__(self):
+        self.asked = []
+
+    def reduce(self, values, operation):
+        self.asked.append((operation, len(values)))
+        return [2 * value for value in values] if operation == "sum" else list(values)
+
+
+def test_values_are_joined_over_ranks_in_one_go():
+    buffer, channel = MetricBuffer(), Channel()
     for step in (1, 2):
         buffer.record(step, "mine", 1.0)
         buffer.record(step, "ours", float(step), "sum")
+        buffer.record(step, "average", float(step), "mean")
+        buffer.record(step, "norm", 3.0, "l2_norm")
+        buffer.record(step, "peak", -float(step), "max")
+        buffer.record(step, "broken", math.nan, "max")
         buffer.record_step(step, {TRAIN_LOSS: torch.tensor(3.0), GRAD_NORM: 5.0})
-    steps = flushed(buffer)
-    assert steps[1] == {"mine": 1.0, "ours": 2.0, TRAIN_LOSS: 6.0, GRAD_NORM: 5.0} | {
-        "train/PPL": pytest.approx(math.exp(6.0))
+    first, second = (metrics for _, metrics in Flusher(buffer, channel).flush())
+    assert math.isnan(first.pop("broken"))
+    assert first == {
+        "mine": 1.0,
+        "ours": 2.0,
+        "average": 1.0,
+        "norm": pytest.approx(math.sqrt(18)),
+        "peak": -1.0,
+        TRAIN_LOSS: 6.0,
+        GRAD_NORM: 5.0,
+        "train/PPL": pytest.approx(math.exp(6.0)),
     }
-    assert steps[2]["ours"] == 4.0
-    assert asked == [("sum", 4)]
+    assert second["ours"] == 4.0
+    # Whether both brought the same; then all sums, then all maxima.
+    assert channel.asked == [("max", 4), ("sum", 12), ("max", 4)]
 
 
-def test_ranks_that_bring_different_metrics_are_told_so():
-    buffer = MetricBuffer(lambda value, kind: value + (kind == "max"))
-    buffer.record(1, "ours", 1.0, "sum")
-    with pytest.raises(ConfigError, match=r"different metrics.*ours"):
-        buffer.flush()
+def test_a_norm_of_one_rank_is_its_size():
+    buffer = MetricBuffer()
+    buffer.record(1, "norm", -3.0, "l2_norm")
+    assert flushed(buffer)[1]["norm"] == 3.0
+
+
+def test_a_flush_may_begin_now_and_be_read_later():
+    buffer = MetricBuffer()
+    counter = torch.tensor(1)
+    buffer.record(1, "x", counter)
+    flusher = Flusher(buffer)
+    flusher.start()
+    counter += 1  # the flush has its own copy
+    buffer.record(2, "x", counter)
+    assert list(flusher.pending()) == [1, 2]
+    assert flusher.finish() == [(1, {"x": 1.0})]
+    assert not flusher.busy and list(flusher.pending()) == [2]
+    assert flusher.flush() == [(2, {"x": 2.0})]
+    assert flusher.pending() == {}
+
+
+def test_many_numbers_of_many_kinds_keep_their_places():
+    buffer = MetricBuffer()
+    kinds = (torch.float32, torch.int64, torch.float16, torch.float64)
+    expected = {}
+    for number in range(700):
+        value = torch.tensor(number, dtype=kinds[number % 4])
+        buffer.record(1, str(number), value.reshape(1) if number % 3 else value)
+        expected[str(number)] = float(number)
+    assert flushed(buffer)[1] == expected
 
 
 def test_perplexity_is_derived_when_it_is_meaningful():

@@ -1,0 +1,109 @@
+"""Metrics on their way to those who read them: every step, in order, on the main thread.
+
+Owns: at which steps metrics are flushed, `on_metrics`, the sums behind log records, and what a
+step that was not finite leads to. Does not own: how a flush is done (flushing), when a log record
+is due (loop).
+
+A flush for a log record, a save or an evaluation is done at once: the record needs its numbers,
+and a save must not come before a bad loss is known. In between, a flush begins at the end of one
+step and is delivered at the end of the next, so that neither the device nor another rank is
+waited for. Both are decided by the step alone, hence alike on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from headway.args import TrainingArguments
+from headway.engine.events import EventBus
+from headway.engine.flushing import Flusher
+from headway.engine.interval import Interval
+from headway.engine.metrics import GRAD_NORM, LOSS_SCALE, TRAIN_LOSS, Steps
+from headway.engine.state import TrainerState
+
+logger = logging.getLogger(__name__)
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient was not finite and the arguments ask to raise."""
+
+
+class MetricDelivery:
+    """Takes metrics from the flusher to the callbacks and into log records."""
+
+    def __init__(
+        self, args: TrainingArguments, state: TrainerState, bus: EventBus, flusher: Flusher
+    ) -> None:
+        self._args, self._state, self._bus, self._flusher = args, state, bus, flusher
+        self.interval = Interval(state)
+        """What happened since the last log record."""
+        self._losses_sum, self._num_steps = 0.0, 0
+        self._flushed_step: int | None = None
+
+    @property
+    def mean_loss(self) -> float:
+        """Over the steps of this process that were taken."""
+        return self._losses_sum / self._num_steps if self._num_steps else 0.0
+
+    def collect(self) -> None:
+        """At the end of a step: begin a flush where one is due."""
+        step, every = self._state.global_step, self._args.metrics_collect_interval
+        if self._flushed_step is None or (step % every == 0 and step != self._flushed_step):
+            self._flushed_step = step
+            self._flusher.start()
+
+    def deliver(self) -> None:
+        """Hand out the flush that the step before began, if it did."""
+        if self._flusher.busy:
+            self._hand_out(self._flusher.finish())
+
+    def flush(self) -> None:
+        """Hand out everything that was recorded up to here."""
+        self.deliver()
+        self._flushed_step = self._state.global_step
+        self._hand_out(self._flusher.flush())
+
+    def start_interval(self) -> None:
+        """Count anew: a log record was made, or the run went back to an earlier step."""
+        self.interval = Interval(self._state)
+
+    def pending(self) -> Steps:
+        """What was recorded and not handed out."""
+        return self._flusher.pending()
+
+    def close(self) -> None:
+        """The run is over: nothing is handed out any more."""
+        self._flusher.close()
+
+    def _hand_out(self, steps: list[tuple[int, dict[str, float]]]) -> None:
+        skipped = []
+        for step, metrics in steps:
+            if GRAD_NORM in metrics:  # a step of the loop, not only records of callbacks
+                if self.interval.add(metrics):
+                    # Looking for the largest scale that fits overflows now and then, by design.
+                    if LOSS_SCALE not in metrics or not math.isfinite(metrics[TRAIN_LOSS]):
+                        skipped.append(step)
+                else:
+                    self._losses_sum += metrics[TRAIN_LOSS]
+                    self._num_steps += 1
+            self._bus.fire("on_metrics", step=step, metrics=metrics)
+        if skipped:
+            self._on_nonfinite(skipped)
+
+    def _on_nonfinite(self, steps: list[int]) -> None:
+        action = self._args.nonfinite_action
+        which = ", ".join(map(str, steps[:5])) + (" ..." if len(steps) > 5 else "")
+        outcome = "the update was withheld, the weights are as before"
+        if self._args.fuse_optim_with_backward:
+            outcome = (
+                "updates with a gradient that was not finite were withheld; "
+                "fuse_optim_with_backward may have updated other weights before it came"
+            )
+        message = f"loss or gradient was not finite at step {which}; {outcome}"
+        if action == "raise":
+            raise NonFiniteError(message)
+        logger.warning("%s (nonfinite_action=%s)", message, action)
+        if action == "stop":
+            self._bus.control.should_training_stop = True
+            self._bus.stopped_by = self._bus.stopped_by or ("loop", "nonfinite", "stop")
