@@ -106,7 +106,7 @@ def test_it_shows_what_the_training_does(here, capsys, overrides):
 def test_text_has_a_line_per_schedule_and_its_key_points(here, capsys):
     text = plot(capsys)
     assert "* norms: constant" in text and "o embeddings, __default__: cosine" in text
-    assert "1.00e-02 |" in text and "12 steps" in text
+    assert " 0.01 |" in text and "12 steps" in text
     lines = [line.split() for line in text.splitlines()]
     assert ["first", "update", "3.3333e-03", "at", "0", "steps"] in lines
     assert ["warm-up,", "last", "update", "1.0000e-02", "at", "2", "steps"] in lines

@@ -6,7 +6,6 @@ is intact (manifest.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from headway.checkpoint.contents import TRAINER_STATE_NAME
 from headway.checkpoint.jsonfile import read_json
 from headway.checkpoint.manifest import Manifest, read_manifest
 from headway.checkpoint.tensors import open_tensor_file
+from headway.config.differences import differences
 
-_ABSENT = "absent"
 _MANIFEST_FIELDS = ("kind", "step", "topology", "metrics", "metric", "format_version")
 
 
@@ -55,48 +54,28 @@ def compare_checkpoints(first: Path, second: Path) -> Comparison:
     """Compare two committed checkpoints, tensor by tensor."""
     manifests = read_manifest(first), read_manifest(second)
     found = Comparison()
-    found.manifest = _diff(
+    found.manifest = differences(
         *({name: getattr(m, name) for name in _MANIFEST_FIELDS} for m in manifests)
     )
-    found.config = _diff(
+    found.config = differences(
         *(
             _read(d, m, ["run/config.json", "config.json"])
             for d, m in zip((first, second), manifests)
         )
     )
     counters = [_read(d, m, [TRAINER_STATE_NAME]) for d, m in zip((first, second), manifests)]
-    found.counters = _diff(*counters)
+    found.counters = differences(*counters)
     states = [
         _read(d, m, [n for n in m.files if n.startswith("state/") and n.endswith(".json")])
         for d, m in zip((first, second), manifests)
     ]
-    found.state = _diff(*states)
+    found.state = differences(*states)
     _compare_tensors(first, second, manifests, found)
     return found
 
 
 def _read(directory: Path, manifest: Manifest, names: list[str]) -> dict[str, Any]:
     return {name: read_json(directory / name) for name in names if name in manifest.files}
-
-
-def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _flatten(item, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
-        for number, item in enumerate(value):
-            yield from _flatten(item, f"{prefix}.{number}")
-    else:
-        yield prefix, value
-
-
-def _diff(first: Any, second: Any) -> dict[str, tuple[Any, Any]]:
-    left, right = dict(_flatten(first)), dict(_flatten(second))
-    return {
-        key: (left.get(key, _ABSENT), right.get(key, _ABSENT))
-        for key in sorted({*left, *right})
-        if left.get(key, _ABSENT) != right.get(key, _ABSENT)
-    }
 
 
 def _tensor_places(directory: Path, manifest: Manifest) -> dict[str, tuple[Path, str]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.cli.batch_trial import (
+    NoRoomError,
     TrialError,
     TrialPlan,
     add_trial_arguments,
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Search and print; 1 where not even the smallest batch trains."""
+    """Search and print; 1 where not even the smallest batch trains, or none can be applied."""
     if options.trial is not None:
         return run_here(options) if options.nproc is None else launch(options)
     limit_bytes = _check(options)
@@ -87,10 +88,11 @@ def run(options: argparse.Namespace) -> int:
         limit_bytes = _default_limit(run_config, num_ranks)
     try:
         facts = find(options, run_config, num_ranks, limit_bytes)
-    except TrialError as error:
-        print(error.output, file=sys.stderr)
+    except (NoRoomError, TrialError) as error:
         from headway.cli.messages import say_error
 
+        if isinstance(error, TrialError):
+            print(error.output, file=sys.stderr)
         say_error([str(error)])
         return 1
     return _report(options, run_config, facts)
@@ -172,6 +174,7 @@ def find(
         fit_global_batch,
         samples_per_device,
         search,
+        why_not_accumulate,
     )
 
     train, _ = from_config.build_datasets(run_config, from_config.build_tokenizer(run_config))
@@ -183,6 +186,7 @@ def find(
     configured = run_config.args.per_device_train_batch_size
     samples = samples_per_device(run_config, train, num_shares)
     del train  # the trials need the memory
+    not_accumulated = why_not_accumulate(run_config)
     if options.max_batch < unit:
         raise ConfigError(
             f"--max-batch: {options.max_batch} given; allowed: {unit} and up (n_microbatches)"
@@ -194,6 +198,7 @@ def find(
         samples,
         options.steps,
         limit_bytes,
+        accumulates=not_accumulated is None,
     )
     trials: list[Trial] = []
 
@@ -209,13 +214,17 @@ def find(
 
     search(try_size, configured, options.max_batch, unit)
     largest = max((trial.size for trial in trials if trial.fits), default=None)
-    fit = None if largest is None else fit_global_batch(samples, largest, unit)
+    fit = None
+    if largest is not None:
+        fit = fit_global_batch(samples, largest, unit, accumulates=not_accumulated is None)
     return {
         "largest": largest,
         "reached_max": largest is not None and largest + unit > options.max_batch,
         "per_device_train_batch_size": None if fit is None else fit.size,
         "gradient_accumulation_steps": None if fit is None else fit.accumulation,
         "global_batch": samples * num_shares,
+        "samples_per_device": samples,
+        "not_accumulated": not_accumulated,
         "num_ranks": num_ranks,
         "configured": {
             "per_device_train_batch_size": configured,
@@ -242,10 +251,33 @@ def _report(options: argparse.Namespace, run_config: RunConfig, facts: dict[str,
         if facts["applied"]:
             print(f"applied: {options.config}")
     if facts["largest"] is None:
-        reason = facts["trials"][0]["reason"]
-        say_error([f"not even {facts['trials'][0]['size']} sample(s) per device train: {reason}"])
+        say_error([_say_nothing_fits(facts)])
+        return 1
+    if options.apply and not facts["applied"]:
+        say_error([f"--apply: nothing is written, since {_say_nothing_keeps_the_step(facts)}"])
         return 1
     return 0
+
+
+def _say_nothing_fits(facts: dict[str, Any]) -> str:
+    from headway.cli.messages import spell_bytes
+
+    smallest, limit = facts["trials"][0], facts["memory_limit_bytes"]
+    within = "" if limit is None else f" with {spell_bytes(limit)} a rank (--memory-limit)"
+    told = f"sample{'s' * (smallest['size'] > 1)} per device"
+    return f"not even {smallest['size']} {told} can train{within}: {smallest['reason']}"
+
+
+def _say_nothing_keeps_the_step(facts: dict[str, Any]) -> str:
+    """Why no size that fits leaves a step as large as it is."""
+    largest, step = facts["largest"], facts["global_batch"]
+    if facts["not_accumulated"] is None:
+        return f"no size up to {largest} keeps the {step} samples of a step"
+    return (
+        f"only {facts['samples_per_device']} per device keep the {step} samples of a step, and "
+        f"{largest} is the most that fits; fewer would have to be accumulated, and "
+        f"{facts['not_accumulated']}"
+    )
 
 
 def values_to_apply(run_config: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
@@ -275,12 +307,7 @@ def _print(facts: dict[str, Any]) -> None:
         rows.append(("largest", f"{largest}{' (--max-batch)' if facts['reached_max'] else ''}"))
     if size is None:
         if largest is not None:
-            rows.append(
-                (
-                    "note",
-                    f"no size up to {largest} keeps the {facts['global_batch']} samples of a step",
-                )
-            )
+            rows.append(("note", _say_nothing_keeps_the_step(facts)))
         print_table(rows)
         return
     accumulation = facts["gradient_accumulation_steps"]

@@ -17,18 +17,21 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.cli.lr_find import in_run_file_terms
+from headway.cli.messages import spell_bytes
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from headway.config.schema import RunConfig
     from headway.trainers.batch_find import Trial
 
-_REPORT, _NO_MEMORY, _OUTPUT = "report.json", "no-memory", "output.txt"
+_REPORT, _NO_MEMORY, _NO_ROOM, _OUTPUT = "report.json", "no-memory", "no-room", "output.txt"
 _UNITS = {"": 1, **{u: 1000**n for n, u in enumerate("kmgt", 1)}}
 _SIGNALS = re.compile(r"\bSIG(?:KILL|SEGV|ABRT|BUS|FPE|ILL)\b")
 _SHOWN_LINES = 12
@@ -46,6 +49,16 @@ class TrialError(RuntimeError):
         self.output = output
 
 
+class NoRoomError(RuntimeError):
+    """A limit on memory that a process exceeds before it has a model."""
+
+    def __init__(self, limit_bytes: int, taken_bytes: int) -> None:
+        super().__init__(
+            f"not even 1 sample per device can train: a rank may take {spell_bytes(limit_bytes)} "
+            f"(--memory-limit), and takes {spell_bytes(taken_bytes)} before it builds the model"
+        )
+
+
 @dataclass(frozen=True)
 class TrialPlan:
     """What all trials of a search have in common."""
@@ -57,18 +70,31 @@ class TrialPlan:
     """Samples of an optimizer step on one device."""
     steps: int
     memory_limit_bytes: int | None
+    accumulates: bool = True
+    """Whether a step may have several micro-batches."""
 
     def run(self, size: int, *, must_work: bool) -> Trial:
         """Try a size. A mistake in the run file is raised where the size is not to blame for it."""
         with tempfile.TemporaryDirectory(prefix="headway-batch-") as folder:
             code = _run(self._command(size, folder), Path(folder, _OUTPUT))
+            self._check_room(Path(folder))
             return _judge(size, Path(folder), code, must_work=must_work)
+
+    def _check_room(self, folder: Path) -> None:
+        taken = [int(path.read_text()) for path in folder.glob(f"{_NO_ROOM}*")]
+        if taken:
+            assert self.memory_limit_bytes is not None
+            raise NoRoomError(self.memory_limit_bytes, max(taken))
+
+    def accumulation_of(self, size: int) -> int:
+        """Micro-batches of a step of the trial: two stand for any larger number."""
+        return 2 if self.accumulates and size < self.samples else 1
 
     def _command(self, size: int, folder: str) -> list[str]:
         words = [
             sys.executable, "-m", "headway", "batch-find", self.config, "--quiet",
             "--trial", folder, "--trial-size", str(size),
-            "--trial-accumulation", "1" if size >= self.samples else "2",
+            "--trial-accumulation", str(self.accumulation_of(size)),
             "--steps", str(self.steps),
         ]  # fmt: skip
         if self.memory_limit_bytes is not None:
@@ -173,13 +199,17 @@ def run_here(options: argparse.Namespace) -> int:
 
 def _measure(options: argparse.Namespace, run: RunConfig, limit: int | None) -> int:
     from headway.dist.env import detect_env
+    from headway.trainers import from_config  # noqa: F401  what a trial needs to have any room
     from headway.trainers.batch_find import is_out_of_memory, run_trial
 
     env = detect_env(use_cpu=run.args.use_cpu, device=run.args.device)
+    taken = taken_bytes(env.device)
+    if limit is not None and taken is not None and taken >= limit:
+        Path(options.trial, f"{_NO_ROOM}-{env.rank}").write_text(str(taken))
+        return 1
     try:
-        if limit is not None:
-            limit_memory(limit, env.device)
-        facts = run_trial(run, options.steps)
+        with limited_memory(limit, env.device):
+            facts = run_trial(run, options.steps)
     except BaseException as error:
         if is_out_of_memory(error):
             Path(options.trial, f"{_NO_MEMORY}-{env.rank}").touch()
@@ -189,15 +219,39 @@ def _measure(options: argparse.Namespace, run: RunConfig, limit: int | None) -> 
     return 0
 
 
-def limit_memory(limit_bytes: int, device: str) -> None:
-    """Let this process have no more memory than so much: of its GPU, or of the host."""
+def taken_bytes(device: str) -> int | None:
+    """What a limit on this process's memory would count already; None where that is not told."""
     if device.startswith("cuda"):
+        return 0
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:")), None)
+
+
+@contextmanager
+def limited_memory(limit_bytes: int | None, device: str) -> Iterator[None]:
+    """Let this process have no more memory than so much: of its GPU, or of the host.
+
+    Afterwards it may have more again: telling what went wrong needs some, too.
+    """
+    if limit_bytes is None:
+        yield
+    elif device.startswith("cuda"):
         import torch
 
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
-        return
-    import resource
+        yield
+    else:
+        import resource
 
-    # What the process may write to: mapped files, such as the libraries, do not count.
-    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+        # What the process may write to: mapped files, such as the libraries, do not count.
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        least = limit_bytes if before[1] == resource.RLIM_INFINITY else min(limit_bytes, before[1])
+        resource.setrlimit(resource.RLIMIT_DATA, (least, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,12 +17,12 @@ from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from headway.args import TrainingArguments
+    from headway.cli.charts import Chart
     from headway.config.schema import RunConfig
     from headway.optim.curves import Curve
 
 TAKES_OVERRIDES = True
 _MOST_POINTS = 2000
-_NARROWEST, _WIDEST = 40, 100
 _FEWEST_STEPS = 1000
 
 
@@ -46,9 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the schedule, or draw it into a file."""
+    from headway.cli.charts import check_output, write_charts
     from headway.cli.messages import print_json
     from headway.config.load import load_run
-    from headway.optim.curve_plot import check_output
 
     for name in ("nproc", "steps"):
         value = getattr(options, name)
@@ -60,12 +59,14 @@ def run(options: argparse.Namespace) -> int:
     span = _measure(run_config, options.nproc)
     schedules = _read_schedules(run_config, span, options.steps)
     horizon = _horizon(schedules, span, options.steps)
+    chart = _chart(schedules, horizon, span.unit)
     if options.output is not None:
-        _write(options, run_config, schedules, horizon, span.unit)
+        kinds = ", ".join(dict.fromkeys(schedule.kind for schedule in schedules))
+        write_charts(options.output, [chart], f"{kinds} ({run_config.args.output_dir})")
     if options.json:
         print_json(_facts(schedules, horizon, span))
     else:
-        _print(schedules, horizon, span, to_file=options.output)
+        _print(schedules, chart, horizon, span, to_file=options.output)
     return 0
 
 
@@ -314,48 +315,41 @@ def _facts(schedules: list[Schedule], horizon: int, span: Span) -> dict[str, Any
 
 
 def _places(schedules: list[Schedule], horizon: int) -> list[int]:
-    from headway.optim.curve_plot import sample
-
-    also = [
-        place
+    """Whole places from 0 to the horizon, and those where a curve changes."""
+    count = max(2, min(_MOST_POINTS, horizon + 1))
+    places = {round(number * horizon / (count - 1)) for number in range(count)}
+    changes = {
+        round(place)
         for schedule in schedules
         if schedule.parts is not None
         for segment in schedule.parts.segments
         for place in (segment.start, segment.start - 1)
+        if 0 <= place <= horizon
+    }
+    return sorted(places | changes)
+
+
+def _chart(schedules: list[Schedule], horizon: int, unit: str) -> Chart:
+    from headway.cli.charts import Chart, Line
+
+    places = _places(schedules, horizon)
+    lines = [
+        Line(f"{', '.join(s.groups)}: {s.kind}", places, [s.rate(place) for place in places])
+        for s in schedules
     ]
-    return sample(horizon, _MOST_POINTS, also)
+    return Chart("learning rate", unit, lines, from_zero=True)
 
 
-def _lines(schedules: list[Schedule]) -> list[Any]:
-    from headway.optim.curve_plot import RateLine
-
-    return [RateLine(f"{', '.join(s.groups)}: {s.kind}", s.rate) for s in schedules]
-
-
-def _write(
-    options: argparse.Namespace,
-    run_config: RunConfig,
-    schedules: list[Schedule],
-    horizon: int,
-    unit: str,
+def _print(
+    schedules: list[Schedule], chart: Chart, horizon: int, span: Span, *, to_file: str | None
 ) -> None:
-    from headway.optim.curve_plot import write_plot
-
-    kinds = ", ".join(dict.fromkeys(schedule.kind for schedule in schedules))
-    title = f"{kinds} ({run_config.args.output_dir})"
-    write_plot(options.output, _lines(schedules), _places(schedules, horizon), unit, title)
-
-
-def _print(schedules: list[Schedule], horizon: int, span: Span, *, to_file: str | None) -> None:
+    from headway.cli.charts import draw_text
     from headway.cli.messages import print_table
-    from headway.optim.curve_plot import draw_text
 
     if to_file is not None:
         print(f"drawn into {to_file}")
     else:
-        room = shutil.get_terminal_size((80, 24)).columns - 12
-        width = min(_WIDEST, max(_NARROWEST, room))
-        print(draw_text(_lines(schedules), horizon, span.unit, width=width))
+        print(draw_text(chart))
     for schedule in schedules:
         title = f"{', '.join(schedule.groups)}: {schedule.kind}"
         rows = [

@@ -1,0 +1,219 @@
+"""A run as its folder tells it: the log, the configuration, what it ran on, its incidents.
+
+Owns: finding these files and reading curves from the log. Does not own: how they are shown.
+Needs no torch, and works while the run is still going on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headway.callbacks.log.json_reader import read_json_log
+from headway.errors import ConfigError, nearest, unknown
+
+LOG_NAMES = ("trainer_logs.jsonl", "trainer_logs.json")
+AXES = {"step": "steps", "tokens": "tokens", "time": "hours"}
+_STARTS = ("start", "resume")
+_NOT_METRICS = {"type", "timestamp", "global_step", "step", "max_steps"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run."""
+
+    folder: Path
+    name: str
+    records: list[dict[str, Any]]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The record written at the end; None if the run did not get there."""
+        last = self.records[-1] if self.records else {}
+        return last if last.get("type") == "summary" else None
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the course of a run."""
+
+    xs: list[float] = field(default_factory=list)
+    ys: list[float] = field(default_factory=list)
+
+    def at(self, x: float) -> float | None:
+        """The value at a place between the first point and the last, linearly in between."""
+        if not self.xs or not self.xs[0] <= x <= self.xs[-1]:
+            return None
+        for (x0, y0), (x1, y1) in itertools.pairwise(self._points()):
+            if x0 <= x <= x1:
+                return y1 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+        return self.ys[-1]
+
+    def first_below(self, level: float) -> float | None:
+        """Where the value first is at most `level`."""
+        return next((x for x, y in self._points() if y <= level), None)
+
+    def smooth(self, weight: float) -> Series:
+        """A running mean that keeps `weight` of what was before; 0 changes nothing."""
+        mean, total, smoothed = 0.0, 0.0, []
+        for value in self.ys:
+            if not math.isfinite(value):
+                smoothed.append(value)
+                continue
+            mean = weight * mean + (1 - weight) * value
+            total = weight * total + (1 - weight)  # so that the first points are not too low
+            smoothed.append(mean / total)
+        return Series(self.xs, smoothed)
+
+    def _points(self) -> list[tuple[float, float]]:
+        return list(zip(self.xs, self.ys))
+
+
+def open_run(path: str) -> Run:
+    """Read a run's folder, or one of its log files."""
+    given = Path(path)
+    if not given.exists():
+        siblings = [p.name for p in given.parent.iterdir()] if given.parent.is_dir() else []
+        hint = nearest(given.name, siblings)
+        did_you_mean = f"; did you mean {given.parent / hint}?" if hint else ""
+        raise ConfigError(f"RUN: {path} does not exist{did_you_mean}")
+    log = given if given.is_file() else _find_log(given)
+    folder = log.parent if given.is_file() else given
+    records = [record for record in read_json_log(log) if "global_step" in record]
+    if not records:
+        raise ConfigError(f"RUN: {log} holds no record of a run")
+    return Run(
+        folder,
+        folder.resolve().name,
+        records,
+        _read_object(folder / "run" / "config.json"),
+        _read_object(folder / "run" / "environment.json"),
+    )
+
+
+def open_runs(paths: list[str]) -> list[Run]:
+    """Read several runs, named so that they can be told apart."""
+    runs = [open_run(path) for path in paths]
+    names = [run.name for run in runs]
+    return [
+        run
+        if names.count(run.name) == 1
+        else Run(run.folder, path, run.records, run.config, run.environment)
+        for run, path in zip(runs, paths)
+    ]
+
+
+def _find_log(folder: Path) -> Path:
+    chosen = _read_object(folder / "run" / "config.json").get("args", {}).get("logging_dir")
+    for place in (folder, Path(chosen) if chosen else folder):
+        for name in LOG_NAMES:
+            if (place / name).is_file():
+                return place / name
+    inner = [p for p in sorted(folder.iterdir()) if any((p / n).is_file() for n in LOG_NAMES)]
+    hint = f"; there is one in {inner[0]}" if inner else ""
+    raise ConfigError(f"RUN: {folder} holds no {' or '.join(LOG_NAMES)}, the log of a run{hint}")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def metric_names(runs: list[Run]) -> list[str]:
+    """Every metric that some run has recorded, in the order of appearance."""
+    names: dict[str, None] = {}
+    for run in runs:
+        for record in run.records:
+            if record.get("type") not in (*_STARTS, "rollback", "summary"):
+                names |= dict.fromkeys(key for key, v in record.items() if _number(v) is not None)
+    return [name for name in names if name not in _NOT_METRICS]
+
+
+def choose_metrics(runs: list[Run], wanted: list[str] | None) -> list[str]:
+    """The metrics to show: those asked for, else the losses."""
+    known = metric_names(runs)
+    if not wanted:
+        return [name for name in ("loss", "eval_loss") if name in known] or known[:1]
+    problems = [f"--metric: {unknown('metric', n, known)}" for n in wanted if n not in known]
+    if problems:
+        raise ConfigError(problems)
+    return wanted
+
+
+def read_series(run: Run, metric: str, by: str = "step") -> Series:
+    """A metric over steps, tokens, or hours of training.
+
+    Hours are counted while a process trained: the time between a stop and the resume is left out.
+    """
+    found = Series()
+    for place, record in _places(run, by):
+        value = _number(record.get(metric))
+        if value is not None and place is not None:
+            found.xs.append(place)
+            found.ys.append(value)
+    return found
+
+
+def _places(run: Run, by: str) -> Iterator[tuple[float | None, dict[str, Any]]]:
+    """Records of training and evaluation, each with its place on an axis."""
+    hours, before_s = 0.0, None
+    tokens: float | None = None
+    for record in run.records:
+        now_s = _number(record.get("timestamp"))
+        kind = record.get("type")
+        if now_s is not None:
+            if before_s is not None and kind not in _STARTS:
+                hours += max(0.0, now_s - before_s) / 3600
+            before_s = now_s
+        if kind in (*_STARTS, "rollback", "summary"):
+            continue
+        tokens = _number(record.get("total_tokens", tokens))
+        yield {"step": float(record["global_step"]), "tokens": tokens, "time": hours}[by], record
+
+
+def _number(value: Any) -> float | None:
+    """A recorded value as a number: NaN is written as text, and lists hold a value per rank."""
+    if isinstance(value, list):
+        numbers = [n for n in map(_number, value) if n is not None]
+        return max(numbers, default=None)
+    if isinstance(value, str) and value.lower().lstrip("-") in ("nan", "inf"):
+        return float(value)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def find_incidents(run: Run) -> list[tuple[int, str]]:
+    """What did not go as planned, as (step, what): restarts, rollbacks, values that are not
+    finite, dumps of a crash."""
+    found: list[tuple[int, str]] = []
+    before_s: float | None = None
+    for record in run.records:
+        step, kind = int(record["global_step"]), record.get("type")
+        now_s = _number(record.get("timestamp"))
+        if kind == "resume":
+            away = (
+                f", {now_s - before_s:,.0f} s after the last record" if now_s and before_s else ""
+            )
+            found.append((step, f"resumed from {record.get('loaded_checkpoint', '?')}{away}"))
+        elif kind == "rollback":
+            found.append((step, f"rolled back to {record.get('loaded_checkpoint', '?')}"))
+        if record.get("skipped_steps"):
+            found.append((step, f"{record['skipped_steps']} steps withheld, not finite"))
+        strange = [k for k, v in record.items() if not math.isfinite(_number(v) or 0.0)]
+        if strange:
+            found.append((step, f"not finite: {', '.join(strange)}"))
+        before_s = now_s or before_s
+    for dump in sorted(run.folder.glob("last_metrics-rank*.json")):
+        found.append(
+            (int(run.records[-1]["global_step"]), f"a process failed and left {dump.name}")
+        )
+    return found
