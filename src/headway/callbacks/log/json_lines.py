@@ -64,7 +64,7 @@ class JsonLogWriter:
     """
 
     def __init__(self, filename: str, form: str = "lines") -> None:
-        if not isinstance(filename, str) or Path(filename).name != filename or filename in ("", ".."):
+        if filename in ("", "..") or Path(filename).name != filename:
             raise ConfigError(f"filename must be the name of a file without a folder: {filename!r}")
         if form not in FORMS:
             raise ConfigError(unknown("format", form, FORMS))
