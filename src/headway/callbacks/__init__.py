@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from headway.callbacks.profile.malloc_trace import MallocTraceCallback
     from headway.callbacks.profile.memory_snapshot import MemorySnapshotCallback
     from headway.callbacks.profile.profiler import ProfilerCallback
+    from headway.callbacks.remote.comet_tracker import CometCallback, CometNotificationSetting
+    from headway.callbacks.remote.mlflow_tracker import MLflowCallback
+    from headway.callbacks.remote.trackio_tracker import TrackioCallback
+    from headway.callbacks.remote.wandb_tracker import WandBCallback
     from headway.callbacks.watch.default_metrics import DefaultMetrics
     from headway.callbacks.watch.gap_monitor import GAPMonitorCallback
     from headway.callbacks.watch.gpu_memory_monitor import GPUMemoryMonitorCallback
@@ -26,12 +30,15 @@ if TYPE_CHECKING:
     from headway.callbacks.watch.weight_norm_logger import WeightNormLogger
 
 __all__ = [
+    "CometCallback",
+    "CometNotificationSetting",
     "DefaultMetrics",
     "GAPMonitorCallback",
     "GPUMemoryMonitorCallback",
     "GradNormLogger",
     "InfoCallback",
     "JsonLogger",
+    "MLflowCallback",
     "MallocTraceCallback",
     "MemorySnapshotCallback",
     "ParameterNormLogger",
@@ -42,6 +49,8 @@ __all__ = [
     "SpeedMonitorCallback",
     "StabilityMonitorCallback",
     "TBLogger",
+    "TrackioCallback",
+    "WandBCallback",
     "WeightNormLogger",
     "default_callbacks",
 ]
@@ -58,6 +67,10 @@ __getattr__, __dir__ = lazy_exports(
         "profile.malloc_trace": ("MallocTraceCallback",),
         "profile.memory_snapshot": ("MemorySnapshotCallback",),
         "profile.profiler": ("ProfilerCallback",),
+        "remote.comet_tracker": ("CometCallback", "CometNotificationSetting"),
+        "remote.mlflow_tracker": ("MLflowCallback",),
+        "remote.trackio_tracker": ("TrackioCallback",),
+        "remote.wandb_tracker": ("WandBCallback",),
         "watch.default_metrics": ("DefaultMetrics",),
         "watch.gap_monitor": ("GAPMonitorCallback",),
         "watch.gpu_memory_monitor": ("GPUMemoryMonitorCallback",),

@@ -158,7 +158,10 @@ def test_a_device_behind_the_host_is_not_waited_for(time: VirtualTime) -> None:
     # Before a flush ranks may differ in what is done, so none records it.
     assert f"{DEVICE}/TPS" not in step(2.0) and f"{DEVICE}/TPS (actual avg)" in step(4.0)
     device.done_s = time()
-    monitor.on_metrics(None, state, control)
+    monitor.on_metrics(None, state, control, 2)
+    assert f"{DEVICE}/TPS" not in step(4.0)  # of step 2, the first with figures, the end may wait
+    device.done_s = time()
+    monitor.on_metrics(None, state, control, 4)
     assert step(5.0)[f"{DEVICE}/TPS"] == pytest.approx(10 / 4.0)  # the newest that is done
     assert step(1.0)[f"{DEVICE}/TPS"] == pytest.approx(10 / 4.0)
     device.done_s = time()

@@ -82,8 +82,10 @@ class DefaultMetrics(TrainerCallback):
             if self._steps_to_skip == 0:
                 self._mark(state)
 
-    def on_metrics(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
-        self._time.drain()
+    def on_metrics(
+        self, args: Any, state: TrainerState, control: TrainerControl, step: int
+    ) -> None:
+        self._time.deliver(step, state.global_step)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._time.interrupt()

@@ -90,7 +90,10 @@ class SpeedMonitorCallback(TrainerCallback):
         self._step_ended: Any = None
         self._running: deque[_Step] = deque()
         self._last_done: _Step | None = None
-        self._has_flushed = False
+        self._first_step: int | None = None
+        """The first step that has figures."""
+        self._has_done = False
+        """Whether it is known of all ranks that their devices are through with that step."""
 
     # Events
 
@@ -127,9 +130,12 @@ class SpeedMonitorCallback(TrainerCallback):
         if self._time.was_interrupted:
             self._step_began = self._stamps.take()
 
-    def on_metrics(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
-        self._time.drain()
-        self._has_flushed |= self._total_steps > 0
+    def on_metrics(
+        self, args: Any, state: TrainerState, control: TrainerControl, step: int
+    ) -> None:
+        self._time.deliver(step, state.global_step)
+        # The values of a step are here: the steps before it are over on the device.
+        self._has_done |= self._first_step is not None and step > self._first_step
 
     def on_log_step(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._time.drain()
@@ -161,6 +167,8 @@ class SpeedMonitorCallback(TrainerCallback):
         flops = state.total_flos - self._flos_seen
         if self.num_flops_per_token is not None:
             flops = self.num_flops_per_token * tokens
+        if self._first_step is None:
+            self._first_step = state.global_step
         interrupted = self._time.was_interrupted
         began = self._step_began if interrupted else self._step_ended
         # From the end of the last step its fetch is inside; else it came before `began`.
@@ -182,8 +190,8 @@ class SpeedMonitorCallback(TrainerCallback):
     def _record(self, state: TrainerState, trainer: Any) -> None:
         while self._running and self._stamps.is_over(self._running[0].ended):
             self._last_done = self._running.popleft()
-        # All ranks must record the same names: after a flush each of them has a step done.
-        if self._last_done is not None and (self._has_flushed or not self._stamps.waits):
+        # All ranks are to record the same names, whichever of their devices is ahead.
+        if self._last_done is not None and (self._has_done or not self._stamps.waits):
             self._record_step(self._last_done, trainer)
         self._record_average(trainer)
         trainer.record_metric("throughput/total tokens", state.num_input_tokens_seen)

@@ -71,9 +71,10 @@ def _listen(strategy: Any, timer: FetchTimer) -> None:
 class TrainingTime:
     """Follows the steps of a run and adds up the time between them that was not training.
 
-    Between two steps the loop may flush metrics: from there on the device is idle, so what comes
-    then, until the next step begins, is something else, save for the fetch. Where nothing is
-    flushed, evaluated or saved, all of the time between steps counts as training.
+    Between two steps the loop may bring the metrics of the last one to the host, as it does before
+    it logs, evaluates or saves: from there on the device is idle, so what comes then, until the
+    next step begins, is something else, save for the fetch. Otherwise all of the time between
+    steps counts as training.
     """
 
     def __init__(self) -> None:
@@ -113,8 +114,13 @@ class TrainingTime:
         """Call in `on_step_end`."""
         self._ended_s = clock()
 
+    def deliver(self, step: int, global_step: int) -> None:
+        """Call in `on_metrics`: metrics of a step have come, maybe of an earlier one."""
+        if step == global_step:
+            self.drain()
+
     def drain(self) -> None:
-        """Call when a flush is done: the device has caught up with the host."""
+        """Call when values of the step that has ended are here: the device has caught up."""
         if self._ended_s is not None and self._interrupted_s is None:
             self._interrupted_s = clock()
 
