@@ -38,7 +38,8 @@ class Losses(TrainerCallback):
         self.found: dict[int, float] = {}
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        self.found[step] = metrics["train/CE loss"]
+        if "train/CE loss" in metrics:
+            self.found[step] = metrics["train/CE loss"]
 
 
 def enter_node(folder: str, shared: bool = False) -> int:
