@@ -72,9 +72,9 @@ class MetricDelivery:
         """What was recorded and not handed out."""
         return self._flusher.pending()
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """The run is over: nothing is handed out any more."""
-        self._flusher.close()
+        self._flusher.close(wait=wait)
 
     def _hand_out(self, steps: list[tuple[int, dict[str, float]]]) -> None:
         skipped = []

@@ -168,6 +168,13 @@ class EventBus:
         """Registered callbacks by unique name, in the order in which they are called."""
         return dict(self._callbacks)
 
+    def restart(self) -> None:
+        """A run begins: nothing is asked for, nobody has stopped it, no callback has failed."""
+        self.control, self.stopped_by = TrainerControl(), None
+        if self.disabled:
+            self.disabled.clear()
+            self._rebuild()
+
     def add(self, callback: Any, name: str | None = None) -> str:
         """Register a callback (instance, or class to instantiate); returns its unique name."""
         if isinstance(callback, type):

@@ -117,12 +117,13 @@ class Flusher:
                 steps.setdefault(step, {}).update(entries)
         return steps
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """End the thread, once it is through with what it does."""
-        if self._thread is not None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
             self._queue.put(None)
-            self._thread.join(self._warn_after_s)
-            self._thread = None
+            if wait:
+                thread.join(self._warn_after_s)
 
     def _begin(self) -> _Flush:
         assert self._under_way is None, "at most one flush is under way"

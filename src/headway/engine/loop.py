@@ -136,6 +136,7 @@ class TrainingLoop:
                     self._finish()
         except BaseException as error:
             self._dump_metrics(f"{type(error).__name__}: {error}")
+            self.delivery.close(wait=False)
             if isinstance(error, Exception):
                 self._rescue(error)
             raise

@@ -333,7 +333,7 @@ class Trainer(Recording, Checkpointing, Evaluation, LearningRateFinding):
         resume = self.args.resume_from_checkpoint
         if resume_from_checkpoint is not None:
             resume = resume_from_checkpoint
-        self.bus.control, self.bus.stopped_by = TrainerControl(), None
+        self.bus.restart()
         try:
             with guard_run(), SignalRequests() as signals, torch_settings(self.args):
                 return self._train(resume, signals)

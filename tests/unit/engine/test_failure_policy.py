@@ -59,6 +59,10 @@ def test_a_failing_observer_is_disabled_and_the_run_goes_on(tmp_path, caplog):
     assert "'Observer' failed in on_step_end" in record.getMessage()
     assert record.exc_info[1] is failing.error  # the traceback is printed
     assert trainer.bus.disabled == {"Observer": "on_step_end: RuntimeError: the disk is full"}
+    failing.event = None
+    trainer.args.max_steps = 4
+    trainer.train()  # another run: it may try again
+    assert failing.heard[-2:] == ["on_log", "on_close"] and not trainer.bus.disabled
 
 
 @pytest.mark.parametrize("event", ["on_init_end", "on_train_begin"])
