@@ -105,7 +105,7 @@ def test_a_second_run_goes_on_and_no_resume_does_not(
     assert "stopped at step 2 by stop_at" in capsys.readouterr().out
     assert main([*words, "--args.max_steps=4"]) == 0
     captured = capsys.readouterr()
-    assert "resuming from" in captured.err and "4, from 2" in captured.err
+    assert "resuming from" in captured.err and "start_step: 2" in captured.err
     assert main([*words, "--args.max_steps=4"]) == 0
     assert "nothing left to do" in capsys.readouterr().out
     assert main([*words, "--no-resume"]) == 2

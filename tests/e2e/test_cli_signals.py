@@ -200,13 +200,13 @@ def test_a_signal_to_the_whole_group_does_not_lose_the_loader_s_workers(
     with training(tmp_path, *words) as process:
         wait_for(process, "step 3/")
         os.killpg(process.pid, signal.SIGUSR1)
-        wait_for(process, "step 9/")
+        wait_for(process, "step 5/")
         os.killpg(process.pid, number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
     assert "Traceback" not in err
     asked_for, last = checkpoints(tmp_path)
-    assert asked_for >= 3 and last >= 9 and f"stopped at step {last:,} by {number.name}" in out
+    assert asked_for >= 3 and last >= 5 and f"stopped at step {last:,} by {number.name}" in out
 
 
 def test_save_on_error_keeps_the_last_step_and_the_exit_code_says_failure(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_save_on_error_keeps_the_last_step_and_the_exit_code_says_failure(tmp_pa
     assert checkpoints(tmp_path) == [3]
     with training(tmp_path, "--args.stop_at=5") as process:
         _, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and "from 3" in err, err
+    assert process.returncode == 0 and "start_step: 3" in err, err
     assert checkpoints(tmp_path) == [3, 5]
 
 

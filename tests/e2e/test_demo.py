@@ -70,7 +70,7 @@ def test_the_commands_it_prints_work(
     # The file it was trained from trains on.
     run_file = "headway-demo/demo.yaml"
     assert main(["train", run_file, "--args.max_steps=21", "--args.warmup_steps=1"]) == 0
-    assert "from 20" in capsys.readouterr().err
+    assert "start_step: 20" in capsys.readouterr().err
 
 
 def test_a_second_demo_starts_afresh(

@@ -61,7 +61,8 @@ def test_a_run_into_a_file_is_a_table_with_a_summary(tmp_path: Path) -> None:
         "total_tok",
         "ETA",
     ]
-    assert lines[1].split()[2] == "1" and lines[2].split()[2] == "2"
+    assert "step 1/2 " in lines[1] and "step 2/2 " in lines[2]
+    assert lines[1].index("step 1/2") + len("step 1/2") == lines[0].index("step") + len("step")
     assert re.search(r"step 2  epoch 0\.50  eval_loss: \d\.\d{5}  eval_perplexity", lines[3])
     assert lines[4].endswith("Training summary") and lines[5].split()[2] == "Runtime"
     assert any("Total steps                 2" in line for line in lines)
@@ -229,3 +230,11 @@ def test_odd_values_are_shown_and_the_time_left_is_told() -> None:
 def test_bad_arguments_are_refused(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         ProgressCallback(**arguments)
+
+
+def test_the_last_row_is_shown_although_it_came_too_soon() -> None:
+    callback = ProgressCallback(output_stream=io.StringIO())
+    lines = log_steps(callback, *[RECORD] * 50, {"train_runtime": 1.0, "step": 50})
+    rows = [line for line in lines if "/100 " in line]
+    assert 4 <= len(rows) < 12 and "step 50/100 " in rows[-1]
+    assert lines[-3].endswith("Training summary") and lines[-4] == rows[-1]

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from headway.callbacks.log.columns import (
     ETA_COLUMN,
     STEP_COLUMN,
+    ColumnSpec,
     header_line,
     merge_columns,
     merge_final_metrics,
@@ -81,6 +82,7 @@ class ProgressCallback(TrainerCallback):
         self._eval_counts: dict[int, int] = {}
         self._num_rows = 0
         self._shown: tuple[str, ...] = ()
+        self._held: list[str] = []
         self._started: tuple[float, int] = (0.0, 0)
 
     @property
@@ -104,7 +106,7 @@ class ProgressCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._started = (time.monotonic(), state.global_step)
-        self._num_rows, self._shown = 0, ()
+        self._num_rows, self._shown, self._held = 0, (), []
         if state.is_world_process_zero and self._draws(args):
             self._bar = tqdm(
                 initial=state.global_step,
@@ -126,7 +128,9 @@ class ProgressCallback(TrainerCallback):
             return
         kind = record_type(logs)
         if kind == "summary":
-            self._say("Training summary", *summary_lines(self.final_metrics, logs))
+            lines = summary_lines(self.final_metrics, logs)
+            self._say(*self._held, "Training summary", *lines)
+            self._held = []
         elif kind == "train":
             self._show_row(state, logs)
 
@@ -138,7 +142,11 @@ class ProgressCallback(TrainerCallback):
             self._bar.total = state.max_steps
             self._bar.refresh()
         columns.insert(0, STEP_COLUMN)
-        record = {**logs, "step": state.global_step}
+        record: dict[str, Any] = {**logs, "step": state.global_step}
+        if self._bar is None:  # which has the total
+            total = f"/{state.max_steps:,}" if state.max_steps else ""
+            record["step"] = f"step {state.global_step:,}{total}"
+            columns[0] = ColumnSpec("step", width=max(STEP_COLUMN.width, 4 + 2 * len(total)))
         if self.show_eta if self.show_eta is not None else self._bar is None:
             left_s = self._time_left(state)
             if left_s is not None:
@@ -148,10 +156,11 @@ class ProgressCallback(TrainerCallback):
         lines = [row_line(columns, record)]
         if self._num_rows % self.header_interval == 0 or keys != self._shown:
             lines.insert(0, header_line(columns))
+        self._held = lines  # the last row is shown with the summary, if not before
         if self._say(*lines, paced=True):
             # A header that comes out of turn starts the count anew.
             self._num_rows = 1 if len(lines) > 1 else self._num_rows + 1
-            self._shown = keys
+            self._shown, self._held = keys, []
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._close()
@@ -214,7 +223,9 @@ class ProgressCallback(TrainerCallback):
             for key, value in figures.items()
         )
         self._say(
-            f"step {state.global_step:,}  epoch {state.epoch:.2f}  {shown or metrics}", paced=True
+            f"step {state.global_step:,}  epoch {state.epoch:.2f}  {shown or metrics}",
+            paced=True,
+            rare=True,
         )
 
     # Output
@@ -230,7 +241,7 @@ class ProgressCallback(TrainerCallback):
             self._bar.close()
             self._bar = None
 
-    def _say(self, *lines: str, paced: bool = False) -> bool:
+    def _say(self, *lines: str, paced: bool = False, rare: bool = False) -> bool:
         """Write lines, the time before each; False if it is too soon for them."""
         stamp = time.strftime(_STAMP)
         if self._bar is not None:
@@ -240,7 +251,7 @@ class ProgressCallback(TrainerCallback):
         text = "".join(f"{stamp} {line}\n" for line in lines)
         stream = self.stream
         on_screen = bool(getattr(stream, "isatty", lambda: False)())
-        if paced and not on_screen and not self._pace.allows(len(text.encode())):
+        if paced and not on_screen and not self._pace.allows(len(text.encode()), rare=rare):
             return False
         stream.write(text)
         flush = getattr(stream, "flush", None)
