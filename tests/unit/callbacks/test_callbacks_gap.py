@@ -112,6 +112,42 @@ def test_activations_are_of_training_alone_and_once(tmp_path: Path, recomputed: 
     assert not any("params" in name for name in metrics)  # no parameter has such a name
 
 
+class Looks(TrainerCallback):
+    """Calls the model outside of training, as a callback that samples text would."""
+
+    def on_window(self, window: Any, model: nn.Module) -> None:
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_each_output_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import headway.callbacks.watch.activation_hooks as module
+
+    look, keys = module.look_at_instances, []
+    monkeypatch.setattr(
+        module, "look_at_instances", lambda key, values: keys.append(key) or look(key, values)
+    )
+    for arguments, callbacks in (
+        ({}, []),
+        ({"gradient_checkpointing": True}, []),
+        (
+            {
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_policy": "block",
+                "gradient_checkpointing_kwargs": {"use_reentrant": True},
+            },
+            [],
+        ),
+        (EVALUATED, [Looks()]),
+    ):
+        keys.clear()
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        observers = [GAPMonitorCallback(), *callbacks]
+        tiny_trainer(folder, observers, max_steps=1, **arguments).train()
+        looked = [name for kind, name in keys if kind == "activations"]
+        assert f"{MLP}.up_proj" in looked
+        assert len(looked) == len(set(looked))
+
+
 class Odd(nn.Module):
     """Modules that return what is no batch of numbers."""
 

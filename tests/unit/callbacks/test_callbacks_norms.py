@@ -14,7 +14,7 @@ from torch import nn
 
 from headway.callbacks import GradNormLogger, ParameterNormLogger, WeightNormLogger
 from headway.callbacks.watch.shards import find_shards
-from headway.callbacks.watch.spectral import SpectralNorms
+from headway.callbacks.watch.spectral import SpectralNorms, _Iteration
 from headway.engine.events import TrainerCallback
 from headway.engine.state import TrainerControl, TrainerState
 from headway.errors import ConfigError
@@ -175,13 +175,16 @@ def test_stacks_convolutions_and_odd_parameters() -> None:
     assert found["empty"] == 0.0
 
 
-def test_a_second_look_starts_where_the_first_ended() -> None:
+def test_a_second_look_starts_where_the_first_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn, turns = _Iteration.turn, []
+    monkeypatch.setattr(_Iteration, "turn", lambda self: turns.append(turn(self)))
     torch.manual_seed(0)
     model = nn.Linear(40, 40, bias=False)
     true = _true_spectral(model.weight.detach())
     norms, errors = SpectralNorms(2), []
     for _ in range(4):
         errors.append(true - _spectral(model, norms)[0])
+    assert len(turns) == 4 + 3 * 2  # twice as many the first time
     assert errors == sorted(errors, reverse=True) and errors[-1] < errors[0] / 2
     # A checkpoint has the vectors: another process goes on in the same way.
     stored = json.loads(json.dumps(norms.state_dict()))
