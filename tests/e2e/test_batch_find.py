@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from headway.cli import batch_trial
+from headway.cli.batch_trial import TrialPlan
 from headway.cli.main import main
+from headway.cli.messages import spell_bytes
+from headway.trainers.batch_find import Trial
 
 MIB = 2**20
 RUN = """\
@@ -143,7 +147,58 @@ def test_not_even_one_sample(folder: Path) -> None:
     done = find(folder, *words)
     assert done.returncode == 1
     assert json.loads(done.stdout)["largest"] is None
-    assert "error: not even 1 sample(s) per device train: out of memory" in done.stderr
+    told = "not even 1 sample per device can train with 500.0 MiB a rank (--memory-limit)"
+    assert f"error: {told}: out of memory" in done.stderr
+
+
+def test_a_limit_that_leaves_no_room_for_a_model(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = folder / "trial"
+    trial.mkdir()
+    words = ["--trial", str(trial), "--trial-size", "1", "--trial-accumulation", "1"]
+    assert main(["batch-find", "run.yaml", "--memory-limit", "64MiB", *words]) == 1
+    # It says so before anything is built, however little room there is.
+    assert capsys.readouterr().err == "" and [p.name for p in trial.iterdir()] == ["no-room-0"]
+    told = int((trial / "no-room-0").read_text())
+    assert told > 64 * MIB
+
+    def answer(command: list[str], output: Path) -> int:
+        (output.parent / "no-room-0").write_text(str(told))
+        return 1
+
+    monkeypatch.setattr(batch_trial, "_run", answer)
+    assert main(["batch-find", "run.yaml", "--memory-limit", "64MiB"]) == 1
+    taken = f"and takes {spell_bytes(told)} before it builds the model"
+    limit = "a rank may take 64.0 MiB (--memory-limit)"
+    told_too = capsys.readouterr()
+    assert told_too.err == f"error: not even 1 sample per device can train: {limit}, {taken}\n"
+
+
+def test_what_must_not_be_accumulated_is_one_batch_or_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update in the backward needs the whole gradient: 2 per device do not make a step of 3."""
+    accumulations = []
+
+    def answer(plan: TrialPlan, size: int, *, must_work: bool) -> Trial:
+        accumulations.append(plan.accumulation_of(size))
+        return Trial(size, size <= most, 1.0, MIB, None if size <= most else "out of memory")
+
+    monkeypatch.setattr(TrialPlan, "run", answer)
+    words = ["--args.fuse_optim_with_backward=true", "--args.max_grad_norm=0", "--max-batch", "3"]
+    words += ["--args.gradient_accumulation_steps=1", "--args.per_device_train_batch_size=3"]
+    most = 3
+    assert main(["batch-find", "run.yaml", *words]) == 0
+    use = "per_device_train_batch_size=3, gradient_accumulation_steps=1 (a step stays at 3"
+    assert use in capsys.readouterr().out
+    most = 2
+    assert main(["batch-find", "run.yaml", *words, "--apply"]) == 1
+    told = capsys.readouterr()
+    assert "only 3 per device keep the 3 samples of a step, and 2 is the most that" in told.out
+    assert "but fuse_optim_with_backward cannot be used with gradient_accum" in told.out
+    assert "error: --apply: nothing is written" in told.err
+    assert set(accumulations) == {1} and (folder / "run.yaml").read_text() == RUN
 
 
 @pytest.mark.timeout(420)

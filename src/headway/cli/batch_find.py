@@ -254,7 +254,8 @@ def _report(options: argparse.Namespace, run_config: RunConfig, facts: dict[str,
         say_error([_say_nothing_fits(facts)])
         return 1
     if options.apply and not facts["applied"]:
-        say_error([f"--apply: nothing is written, since {_say_nothing_keeps_the_step(facts)}"])
+        step = f"{facts['global_batch']} samples of a step"
+        say_error([f"--apply: nothing is written, since no size that fits keeps the {step}"])
         return 1
     return 0
 
@@ -275,7 +276,7 @@ def _say_nothing_keeps_the_step(facts: dict[str, Any]) -> str:
         return f"no size up to {largest} keeps the {step} samples of a step"
     return (
         f"only {facts['samples_per_device']} per device keep the {step} samples of a step, and "
-        f"{largest} is the most that fits; fewer would have to be accumulated, and "
+        f"{largest} is the most that fits; a smaller size would need accumulation, but "
         f"{facts['not_accumulated']}"
     )
 

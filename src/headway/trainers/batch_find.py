@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from headway.config.arguments import find_problems
 from headway.config.schema import RunConfig
 from headway.data.kinds import classify
 from headway.engine.events import TrainerCallback
@@ -35,6 +36,9 @@ _OUT_OF_MEMORY = (
     "could not create a primitive",
     "cublas_status_alloc_failed",
     "failed to allocate",
+    # Of a library that cannot be loaded, and of a thread without a stack.
+    "failed to map segment",
+    "can't start new thread",
 )
 
 
@@ -103,9 +107,15 @@ def search(try_size: Callable[[int], Trial], start: int, most: int, unit: int = 
     return trials
 
 
-def fit_global_batch(samples_per_device: int, largest: int, unit: int = 1) -> Fit | None:
-    """The largest size up to `largest` that keeps the samples of a step; None if there is none."""
-    for size in range(min(largest, samples_per_device), 0, -1):
+def fit_global_batch(
+    samples_per_device: int, largest: int, unit: int = 1, *, accumulates: bool = True
+) -> Fit | None:
+    """The largest size up to `largest` that keeps the samples of a step; None if there is none.
+
+    Of a run that must not accumulate (`accumulates`) the samples of a step are one batch.
+    """
+    least = 1 if accumulates else samples_per_device
+    for size in range(min(largest, samples_per_device), least - 1, -1):
         if samples_per_device % size == 0 and size % unit == 0:
             return Fit(size, samples_per_device // size)
     return None
@@ -119,7 +129,8 @@ def is_out_of_memory(error: BaseException) -> bool:
         if isinstance(seen, MemoryError) or kind in ("OutOfMemoryError", "_ArrayMemoryError"):
             return True
         text = str(seen).lower()
-        if isinstance(seen, RuntimeError | OSError) and any(w in text for w in _OUT_OF_MEMORY):
+        told = isinstance(seen, RuntimeError | OSError | ImportError)
+        if told and any(words in text for words in _OUT_OF_MEMORY):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
@@ -180,6 +191,14 @@ def samples_per_device(run: RunConfig, dataset: Any, world_size: int) -> int:
     """Samples of one optimizer step on one device, as the run has them."""
     args = run.args
     return args.per_device_train_batch_size * accumulation_steps(args, world_size, dataset)
+
+
+def why_not_accumulate(run: RunConfig) -> str | None:
+    """What forbids the run several micro-batches in a step, in the words of the rules."""
+    args = copy.copy(run.args)
+    args.gradient_accumulation_steps = 2
+    args.global_batch_size = args.global_batch_tokens = None
+    return "; ".join(problem.message for problem in find_problems(args)) or None
 
 
 def check_searchable(dataset: Any) -> None:

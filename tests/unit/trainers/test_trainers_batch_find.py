@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.cli.batch_trial import parse_bytes
+from headway.cli.batch_trial import TrialPlan, limited_memory, parse_bytes, taken_bytes
 from headway.config.schema import Component, DataConfig, RunConfig
 from headway.errors import ConfigError
 from headway.trainers.batch_find import (
@@ -22,6 +23,7 @@ from headway.trainers.batch_find import (
     run_trial,
     samples_per_device,
     search,
+    why_not_accumulate,
 )
 
 
@@ -63,6 +65,37 @@ def test_the_samples_of_a_step_stay(
     samples: int, largest: int, unit: int, expected: Fit | None
 ) -> None:
     assert fit_global_batch(samples, largest, unit) == expected
+    whole = Fit(samples, 1) if largest >= samples and samples % unit == 0 else None
+    assert fit_global_batch(samples, largest, unit, accumulates=False) == whole
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fuse_optim_with_backward": True, "max_grad_norm": 0},
+        {"torch_compile": True, "torch_compile_mode": "max-autotune"},
+    ],
+)
+def test_what_forbids_to_accumulate_is_known_before_the_search(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    assert why_not_accumulate(make_run(tmp_path)) is None
+    run = make_run(tmp_path, gradient_accumulation_steps=1, **options)
+    assert "gradient_accumulation_steps=2" in str(why_not_accumulate(run))
+    assert run.args.gradient_accumulation_steps == 1
+    prepare_trial(run, 1, 1, str(tmp_path))  # no rule is broken
+    for accumulates, expected in ((True, [2, 1]), (False, [1, 1])):
+        plan = TrialPlan("run.yaml", [], None, 4, 3, None, accumulates)
+        assert [plan.accumulation_of(size) for size in (2, 4)] == expected
+
+
+def test_memory_is_limited_only_for_a_while() -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = (taken_bytes("cpu") or 0) + 2**30
+    with pytest.raises(ArithmeticError), limited_memory(limit, "cpu"):
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] == limit
+        raise ArithmeticError
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 @pytest.mark.parametrize(
@@ -73,6 +106,8 @@ def test_the_samples_of_a_step_stay(
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
         (RuntimeError("std::bad_alloc"), True),
         (OSError(12, "Cannot allocate memory"), True),
+        (ImportError("libx.so: failed to map segment from shared object"), True),
+        (ImportError("No module named x"), False),
         (RuntimeError("shapes do not fit"), False),
         (ConfigError("out of memory is a bad name for an option"), False),
     ],
