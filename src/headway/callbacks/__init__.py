@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 from headway.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from headway.callbacks.log.config_saver import ConfigSaverCallback
+    from headway.callbacks.log.console_logger import ConsoleLoggerCallback
     from headway.callbacks.log.info import InfoCallback
     from headway.callbacks.log.json_logger import JsonLogger
+    from headway.callbacks.log.metric_saver import MetricSaverCallback
     from headway.callbacks.log.progress import ProgressCallback
     from headway.callbacks.log.summary_writer import ResumableSummaryWriter
     from headway.callbacks.log.tb_logger import TBLogger
@@ -27,11 +30,14 @@ if TYPE_CHECKING:
     from headway.callbacks.watch.peak_memory import PeakMemory
     from headway.callbacks.watch.speed_monitor import SpeedMonitorCallback
     from headway.callbacks.watch.stability_monitor import StabilityMonitorCallback
+    from headway.callbacks.watch.textgen import TextgenCallback
     from headway.callbacks.watch.weight_norm_logger import WeightNormLogger
 
 __all__ = [
     "CometCallback",
     "CometNotificationSetting",
+    "ConfigSaverCallback",
+    "ConsoleLoggerCallback",
     "DefaultMetrics",
     "GAPMonitorCallback",
     "GPUMemoryMonitorCallback",
@@ -41,6 +47,7 @@ __all__ = [
     "MLflowCallback",
     "MallocTraceCallback",
     "MemorySnapshotCallback",
+    "MetricSaverCallback",
     "ParameterNormLogger",
     "PeakMemory",
     "ProfilerCallback",
@@ -49,6 +56,7 @@ __all__ = [
     "SpeedMonitorCallback",
     "StabilityMonitorCallback",
     "TBLogger",
+    "TextgenCallback",
     "TrackioCallback",
     "WandBCallback",
     "WeightNormLogger",
@@ -59,8 +67,11 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     __all__,
     {
+        "log.config_saver": ("ConfigSaverCallback",),
+        "log.console_logger": ("ConsoleLoggerCallback",),
         "log.info": ("InfoCallback",),
         "log.json_logger": ("JsonLogger",),
+        "log.metric_saver": ("MetricSaverCallback",),
         "log.progress": ("ProgressCallback",),
         "log.summary_writer": ("ResumableSummaryWriter",),
         "log.tb_logger": ("TBLogger",),
@@ -79,6 +90,7 @@ __getattr__, __dir__ = lazy_exports(
         "watch.peak_memory": ("PeakMemory",),
         "watch.speed_monitor": ("SpeedMonitorCallback",),
         "watch.stability_monitor": ("StabilityMonitorCallback",),
+        "watch.textgen": ("TextgenCallback",),
         "watch.weight_norm_logger": ("WeightNormLogger",),
     },
 )
