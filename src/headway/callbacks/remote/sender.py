@@ -88,8 +88,8 @@ class Sender:
         with self._changed:
             return self._changed.wait_for(self._is_idle, timeout_s)
 
-    def close(self, timeout_s: float = 10.0) -> bool:
-        """Take no more calls, run what is queued within the time, and report losses.
+    def close(self, timeout_s: float = 10.0, *, report: bool = True) -> bool:
+        """Take no more calls, run what is queued within the time, and tell of losses.
 
         Returns whether everything was run. What the time does not allow is given up.
         """
@@ -107,7 +107,7 @@ class Sender:
             thread = self._thread
         if complete and thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
-        if self.num_dropped or self.num_failed or left:
+        if report and (self.num_dropped or self.num_failed or left):
             logger.warning(
                 "%s: %d calls arrived, %d failed, %d were dropped because the queue of %d was "
                 "full, %d were not sent in the %g s at the end",

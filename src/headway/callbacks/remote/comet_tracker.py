@@ -1,0 +1,233 @@
+"""The run at Comet."""
+
+from __future__ import annotations
+
+import configparser
+import hashlib
+import json
+import logging
+import os
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from headway.callbacks.remote import credentials
+from headway.callbacks.remote.tracker import Ending, RunFacts, Tracker, flatten, text_or_none, texts
+from headway.errors import ConfigError, unknown
+
+logger = logging.getLogger(__name__)
+
+_API_TIMEOUT_S = 5.0
+# What the package would log by itself; the trainer's figures are enough, and git or code may hold
+# more than the user wants to send.
+_QUIET = {
+    "log_code": False,
+    "log_graph": False,
+    "auto_param_logging": False,
+    "auto_metric_logging": False,
+    "auto_output_logging": False,
+    "parse_args": False,
+    "log_git_metadata": False,
+    "log_git_patch": False,
+    "log_env_details": False,
+    "display_summary_level": 0,
+}
+
+
+class CometNotificationSetting(StrEnum):
+    """Of what Comet sends a mail: start, end and failure; the end, well or not; failures; nothing.
+
+    A run that was cancelled or interrupted is an end, not a failure.
+    """
+
+    all = "all"
+    end_only = "end_only"
+    failure_only = "failure_only"
+    none = "none"
+
+
+class CometCallback(Tracker):
+    """Logs every step's metrics, records and evaluations, and the outcome, to one experiment.
+
+    With `offline` (or `COMET_MODE=offline`) it is a zip file in `offline_directory`, by default
+    `<output_dir>/comet`, for `comet upload`. With `auto_resume` a resumed run whose `name` is the
+    same goes on in its experiment; the value that came last counts there, and `resumed_from_step`
+    says from where.
+    """
+
+    service = "Comet"
+    package = "comet_ml"
+    extra = "comet"
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        name: str | None = None,
+        project: str | None = None,
+        workspace: str | None = None,
+        tags: Sequence[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        cancel_tags: Sequence[str] | None = None,
+        cancel_check_interval: int | None = None,
+        notifications: CometNotificationSetting | str = CometNotificationSetting.none,
+        failure_tag: str = "failed",
+        auto_resume: bool = True,
+        offline: bool | None = None,
+        offline_directory: str | None = None,
+        queue_size: int = 1000,
+        close_timeout_s: float = 60.0,
+    ) -> None:
+        kind = type(self).__name__
+        self.project = text_or_none(kind, "project", project)
+        self.workspace = text_or_none(kind, "workspace", workspace)
+        self.tags = texts(kind, "tags", tags)
+        self.offline = offline
+        self.offline_directory = text_or_none(kind, "offline_directory", offline_directory)
+        self.auto_resume = auto_resume
+        if not isinstance(failure_tag, str) or not failure_tag:
+            raise ConfigError(f"{kind}: failure_tag must be a text, not {failure_tag!r}")
+        self.failure_tag = failure_tag
+        allowed = [member.value for member in CometNotificationSetting]
+        if notifications not in allowed:
+            raise ConfigError(f"{kind}: " + unknown("notifications", notifications, allowed))
+        self.notifications = CometNotificationSetting(notifications)
+        super().__init__(
+            enabled=enabled,
+            name=name,
+            config=config,
+            cancel_tags=cancel_tags,
+            cancel_check_interval=cancel_check_interval,
+            queue_size=queue_size,
+            close_timeout_s=close_timeout_s,
+        )
+        self._experiment: Any = None
+        self._facts_open: RunFacts | None = None
+        self._exp_key: str | None = None
+
+    @property
+    def experiment(self) -> Any:
+        """The Comet experiment; None before it is open."""
+        return self._experiment
+
+    @property
+    def is_offline(self) -> bool:
+        if self.offline is not None:
+            return self.offline
+        return (credentials.variable("COMET_MODE") or "").lower() == "offline"
+
+    def check_access(self) -> None:
+        if not self.is_offline and _api_key() is None:
+            raise credentials.missing_key(
+                "CometCallback", "COMET_API_KEY", "offline=true (or COMET_MODE=offline)"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": 1, "experiment_key": self._exp_key, "name": self.name}
+
+    # On the tracker's thread
+
+    def open_run(self, facts: RunFacts) -> None:
+        credentials.preset("COMET_DISABLE_AUTO_LOGGING", "1")
+        credentials.preset("COMET_LOGGING_CONSOLE", "ERROR")
+        import comet_ml
+
+        saved = self._resumed_state if facts.resumed_step else {}
+        key = saved.get("experiment_key")
+        continues = bool(key) and self.auto_resume and saved.get("name") == self.name
+        if not continues:
+            salt = f"{facts.run_id} {facts.resumed_step}" if key else facts.run_id
+            key = hashlib.sha256(salt.encode()).hexdigest()[:32]
+        self._exp_key = key
+        options: dict[str, Any] = {
+            **_QUIET,
+            "experiment_key": key,
+            "project_name": self.project,
+            "workspace": self.workspace,
+        }
+        if self.is_offline:
+            folder = self.offline_directory or os.path.join(facts.output_dir, "comet")
+            os.makedirs(folder, exist_ok=True)
+            options["offline_directory"] = folder
+            kind: Any = comet_ml.OfflineExperiment
+            if continues:
+                kind = comet_ml.ExistingOfflineExperiment
+        else:
+            options["api_key"] = _api_key()
+            kind = comet_ml.ExistingExperiment if continues else comet_ml.Experiment
+        self._experiment = experiment = kind(**options)
+        self._facts_open = facts
+        if continues:
+            experiment.log_other("resumed_from_step", facts.resumed_step)
+        else:
+            experiment.set_name(facts.name)
+            if self.tags:
+                experiment.add_tags(self.tags)
+            experiment.log_parameters(flatten(facts.config))
+        if self.notifications is CometNotificationSetting.all:
+            self._notify("started", {})
+
+    def send(self, step: int, figures: dict[str, float]) -> None:
+        self._experiment.log_metrics(figures, step=step)
+
+    def mark_rewind(self, step: int) -> None:
+        self._experiment.log_other("resumed_from_step", step)
+
+    def finish_run(self, ending: Ending) -> None:
+        experiment = self._experiment
+        experiment.log_other("outcome", ending.label)
+        if ending.error is not None:
+            experiment.log_other("error", ending.error)
+        if ending.is_failure:
+            experiment.add_tag(self.failure_tag)
+        elif ending.label != "completed":
+            experiment.add_tag(ending.label)
+        wanted = self.notifications
+        if wanted in (CometNotificationSetting.all, CometNotificationSetting.end_only) or (
+            ending.is_failure and wanted is CometNotificationSetting.failure_only
+        ):
+            self._notify(ending.label, {"error": ending.error} if ending.error else {})
+        experiment.end()
+
+    def _notify(self, status: str, data: dict[str, Any]) -> None:
+        assert self._facts_open is not None
+        if not self.is_offline:
+            title = f"{self._facts_open.name}: {status}"
+            self._experiment.send_notification(title, status=status, additional_data=data)
+
+    # Tags
+
+    def fetch_tags(self) -> Sequence[str]:
+        if self._experiment is None or self.is_offline:
+            return ()
+        query = urllib.parse.urlencode({"experimentKey": self._exp_key})
+        request = urllib.request.Request(
+            f"{_base_url()}/api/rest/v2/experiment/tags?{query}",
+            headers={"Authorization": _api_key() or ""},
+        )
+        with urllib.request.urlopen(request, timeout=_API_TIMEOUT_S) as answer:
+            return json.load(answer).get("tags") or ()
+
+
+def _api_key() -> str | None:
+    """The key in the environment, or in the file that `comet login` writes."""
+    key = credentials.variable("COMET_API_KEY")
+    if key is not None:
+        return key
+    named = credentials.variable("COMET_CONFIG")
+    for path in [Path(named)] if named else [Path(".comet.config"), Path.home() / ".comet.config"]:
+        parser = configparser.ConfigParser(interpolation=None)
+        try:
+            parser.read(path)
+        except (OSError, configparser.Error, UnicodeDecodeError):
+            continue
+        if parser.has_option("comet", "api_key"):
+            return parser.get("comet", "api_key") or None
+    return None
+
+
+def _base_url() -> str:
+    given = credentials.variable("COMET_URL_OVERRIDE") or "https://www.comet.com/clientlib"
+    return given.rstrip("/").removesuffix("/clientlib")
