@@ -288,6 +288,24 @@ def test_a_resumed_run_writes_what_an_uninterrupted_one_does(tmp_path: Path) -> 
         assert [record["global_step"] for record in parts] == [2, 4, 6]
 
 
+class GoBack(TrainerCallback):
+    """Asks once, after step 5, to go back to the checkpoint."""
+
+    asked = False
+
+    def on_step_end(self, state: TrainerState, control: TrainerControl) -> None:
+        if state.global_step == 5 and not self.asked:
+            self.asked = control.rollback = True
+
+
+def test_what_a_rollback_undoes_is_not_in_the_files(tmp_path: Path) -> None:
+    loggers = [GradNormLogger(log_steps=1), ParameterNormLogger(log_steps=1), GoBack()]
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    tiny_trainer(tmp_path, loggers, num_samples=16, **arguments).train()
+    for name in (GRADIENTS, PARAMETERS):
+        assert [r["global_step"] for r in _records(tmp_path, name)] == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize("make", [GradNormLogger, ParameterNormLogger])
 def test_state_of_another_version_is_no_error(make: type[Any]) -> None:
     logger = make()

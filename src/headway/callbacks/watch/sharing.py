@@ -9,6 +9,7 @@ fail on all ranks together: a rank that went on would wait for the others for ev
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,11 +44,13 @@ def on_all_ranks(compute: Callable[[], T]) -> list[T]:
     """
     if num_ranks() == 1:
         return [compute()]
-    value, error = None, None
+    value: T | None = None
+    error: Exception | None = None
     try:
         value = compute()
+        json.dumps(value)  # what cannot be told is this rank's failure, not a message that is late
     except Exception as raised:
-        error = raised
+        value, error = None, raised
     said = exchange([_describe(error), value])
     _raise_first([told for told, _ in said], error)
     return [value for _, value in said]

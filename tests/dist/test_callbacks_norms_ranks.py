@@ -141,6 +141,10 @@ def share_failures() -> list[str]:
             on_all_ranks(lambda error=error: _raise_on(1, error))
         except (SharedFailure, ConfigError) as caught:
             told.append(f"{isinstance(caught, ConfigError)} {caught}")
+    try:
+        on_all_ranks(lambda: {1, 2} if rank == 1 else None)
+    except SharedFailure as caught:
+        told.append(str(caught)[:17])
     return told
 
 
@@ -194,6 +198,7 @@ def test_two_ranks_see_what_one_process_sees(
             == [
                 "False rank 1: RuntimeError: broken",
                 "True option: 3 given",
+                "rank 1: TypeError",
             ]
         )
     else:
