@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import re
 
-_SECRET = re.compile(r"(?i)(^|[_.\-])(api_?)?(token|key|secret|password|passwd|credential)s?$")
+_SECRET = re.compile(
+    r"(?i)(^|[_.\-])(api_?)?(token|key|secret|password|passwd|credential)s?$"
+    r"|api_?key|password|webhook"
+)
 _SPECIAL_TOKEN = re.compile(r"(?i)(bos|eos|pad|unk|sep|cls|mask|begin|end)_token$")
 
 

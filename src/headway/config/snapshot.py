@@ -29,6 +29,8 @@ from headway.errors import ConfigError
 
 _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "tokenizers", "datasets")
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+# Whoever knows the address of a webhook may post to it.
+_WEBHOOK = re.compile(r"(?i)(https?://(?=\S*hook)[^/\s]+/)\S+")
 _HIDDEN = "<redacted>"
 _TIMEOUT_S = 5
 
@@ -74,15 +76,17 @@ def write_snapshot(run_dir: str | Path, snapshot: dict[str, Any]) -> None:
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A copy in which the text under a key that names a secret, and logins in URLs, are hidden."""
+    """A copy without secrets: text under a key that names one, logins in URLs, webhooks' paths."""
     if isinstance(value, dict):
-        return {name: redact(item, str(name)) for name, item in value.items()}
+        # What lies below a secret is secret too, whatever it is called there.
+        hidden = names_secret(key)
+        return {name: redact(item, key if hidden else str(name)) for name, item in value.items()}
     if isinstance(value, list):
         return [redact(item, key) for item in value]
     if isinstance(value, str) and value:
         if names_secret(key):
             return _HIDDEN
-        return _URL_LOGIN.sub("***", value)
+        return _WEBHOOK.sub(rf"\1{_HIDDEN}", _URL_LOGIN.sub("***", value))
     return value
 
 
