@@ -113,7 +113,7 @@ def test_a_signal_saves_and_stops_and_the_run_goes_on(
     with training(tmp_path, f"--args.stop_at={step + 2}") as process:
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert f"from {step:,}" in err
+    assert f"start_step: {step:,}" in err
     assert checkpoints(tmp_path) == [step, step + 2]
 
 
