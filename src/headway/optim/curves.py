@@ -84,7 +84,7 @@ def fall(
     def value(done: float) -> float:
         part = _part((done + lead) / length)
         if shape is None:
-            return float(high * (low / high) ** part)
+            return max(low, float(high * (low / high) ** part))
         return low + (high - low) * shape(part)
 
     return Segment(name, start, start + length, value)

@@ -276,6 +276,8 @@ def _stable_decay(ask: _Ask) -> list[Segment]:
     if decay:
         shape = ask.shape("decay_type", "cosine")
         segments.append(fall("decay", ask.begin + stable, decay, ask.high, ask.low, shape))
+        if segments[-1].value(decay) > ask.low:  # waves that are not over
+            segments.append(hold("floor", segments[-1].end, math.inf, ask.low))
     return segments or [hold("stable", ask.begin, math.inf, ask.high)]
 
 
@@ -372,7 +374,7 @@ class _Kind:
     options: tuple[str, ...]
 
 
-_WSD = ("decay_type", "decay_steps", "power", "num_cycles")
+_WSD = ("decay_type", "decay_steps", "power")
 _KINDS: dict[str, _Kind] = {
     "constant": _Kind(_constant, WARMUPS),
     "constant_with_warmup": _Kind(_constant, WARMUPS),
@@ -386,7 +388,7 @@ _KINDS: dict[str, _Kind] = {
     "polynomial": _Kind(_decay, (*FLOORS, *WARMUPS, "power")),
     "inverse_sqrt": _Kind(_inverse_sqrt, (*FLOORS, *WARMUPS, "timescale")),
     "warmup_stable_decay": _Kind(
-        _stable_decay, (*FLOORS, *WARMUPS, *_WSD, "stable_steps", "decay_ratio")
+        _stable_decay, (*FLOORS, *WARMUPS, *_WSD, "num_cycles", "stable_steps", "decay_ratio")
     ),
     "infinite": _Kind(
         _infinite,

@@ -260,6 +260,17 @@ def test_the_infinite_schedule_waits_for_its_decay():
     assert at_the_end(60) == 1.0 and at_the_end(70) == 0.5
 
 
+@pytest.mark.parametrize("shape", DECAY_TYPES)
+@pytest.mark.parametrize("kind", ["infinite", "wsd"])
+def test_after_its_decay_a_schedule_stays_at_its_floor(kind, shape):
+    until = {"decay_start": 30} if kind == "infinite" else {"stable_steps": 30, "num_cycles": 1}
+    curve = make_schedule(
+        kind, total_steps=None, decay_steps=7, decay_type=shape, power=2, min_ratio=0.07, **until
+    )
+    assert [curve(step) for step in (37.5, 38, 1000, 10**12)] == [0.07] * 4
+    assert min(curve(step / 8) for step in range(8 * 40)) == 0.07
+
+
 def test_a_floor_as_a_rate_is_a_part_of_the_base_rate():
     assert make_schedule("linear", total_steps=10, base_lr=0.5, min_lr=0.1)(10) == pytest.approx(
         0.2

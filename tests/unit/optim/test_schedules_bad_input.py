@@ -45,6 +45,7 @@ PIECES = [{"type": "linear", "length": 5}, {"type": "constant"}]
         ("infinite", {"constant_ratio": 0.5}, "give both or neither"),
         ("infinite", {"decay_start": 5, "warmup_steps": 10, "min_ratio": 0.1}, "must lie after"),
         ("infinite", {"decay_start": 5, "total_steps": None, "min_ratio": 0.1}, "unknown length"),
+        ("infinite", {"num_cycles": 1}, "unknown option of 'infinite' 'num_cycles'"),
         ("infinite", {"cooldown_steps": 5, "constant_ratio": 0.5, "cooldown_type": "exponential"},
          "cooldown_type"),
         ("sequential", {}, "needs a list"),
