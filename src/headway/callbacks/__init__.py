@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from headway.callbacks.profile.profiler import ProfilerCallback
     from headway.callbacks.remote.comet_tracker import CometCallback, CometNotificationSetting
     from headway.callbacks.remote.mlflow_tracker import MLflowCallback
+    from headway.callbacks.remote.slack import SlackNotificationSetting, SlackNotifierCallback
     from headway.callbacks.remote.trackio_tracker import TrackioCallback
     from headway.callbacks.remote.wandb_tracker import WandBCallback
+    from headway.callbacks.remote.webhook import WebhookCallback
     from headway.callbacks.watch.default_metrics import DefaultMetrics
     from headway.callbacks.watch.gap_monitor import GAPMonitorCallback
     from headway.callbacks.watch.gpu_memory_monitor import GPUMemoryMonitorCallback
@@ -53,14 +55,18 @@ __all__ = [
     "ProfilerCallback",
     "ProgressCallback",
     "ResumableSummaryWriter",
+    "SlackNotificationSetting",
+    "SlackNotifierCallback",
     "SpeedMonitorCallback",
     "StabilityMonitorCallback",
     "TBLogger",
     "TextgenCallback",
     "TrackioCallback",
     "WandBCallback",
+    "WebhookCallback",
     "WeightNormLogger",
     "default_callbacks",
+    "reporting_callbacks",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -80,8 +86,10 @@ __getattr__, __dir__ = lazy_exports(
         "profile.profiler": ("ProfilerCallback",),
         "remote.comet_tracker": ("CometCallback", "CometNotificationSetting"),
         "remote.mlflow_tracker": ("MLflowCallback",),
+        "remote.slack": ("SlackNotificationSetting", "SlackNotifierCallback"),
         "remote.trackio_tracker": ("TrackioCallback",),
         "remote.wandb_tracker": ("WandBCallback",),
+        "remote.webhook": ("WebhookCallback",),
         "watch.default_metrics": ("DefaultMetrics",),
         "watch.gap_monitor": ("GAPMonitorCallback",),
         "watch.gpu_memory_monitor": ("GPUMemoryMonitorCallback",),
@@ -104,3 +112,10 @@ def default_callbacks(args: Any) -> list[Any]:
     from headway.callbacks.watch.default_metrics import DefaultMetrics
 
     return [DefaultMetrics(), ProgressCallback(), InfoCallback(), JsonLogger()]
+
+
+def reporting_callbacks(args: Any) -> list[Any]:
+    """The trackers that `report_to` names; `all` are those whose packages are installed."""
+    from headway.callbacks.remote.reporting import make_trackers
+
+    return make_trackers(args.report_to)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from virtual_time import (
+    EVAL_S,
     FETCH_S,
     STEP_S,
     TOKENS_PER_STEP,
@@ -21,7 +22,7 @@ from headway import TrainerCallback
 from headway.callbacks import DefaultMetrics
 from headway.callbacks.watch import default_metrics
 from headway.callbacks.watch.device_peaks import peak_flops, working_dtype
-from headway.callbacks.watch.training_time import fetch_timer
+from headway.callbacks.watch.training_time import TrainingTime, fetch_timer
 from headway.engine.state import TrainerControl, TrainerState
 from headway.errors import ConfigError
 
@@ -71,8 +72,11 @@ def test_speed_between_sparse_records_counts_every_fetch(tmp_path: Path, time: V
     assert [record["tok_per_sec"] for record in logs] == [SPEED] * 3
 
 
-def test_what_a_log_handler_does_is_not_training(tmp_path: Path, time: VirtualTime) -> None:
+def test_what_handlers_of_a_log_do_is_not_training(tmp_path: Path, time: VirtualTime) -> None:
     class Generates(TrainerCallback):
+        def on_metrics(self) -> None:
+            time.now_s += 33.0
+
         def on_log(self) -> None:
             time.now_s += 77.0
 
@@ -182,11 +186,37 @@ def test_dtype_of_the_products() -> None:
     assert working_dtype(args, model) == "float16"
 
 
+def test_waiting_for_the_device_is_training_and_what_comes_after_is_not(time: VirtualTime) -> None:
+    training = TrainingTime()
+
+    def run_step() -> None:
+        training.begin_step()
+        time.now_s += STEP_S
+        training.end_step()
+
+    run_step()
+    time.now_s += 3.0  # the device catches up
+    training.deliver(7, global_step=7)
+    time.now_s += EVAL_S
+    training.interrupt()
+    run_step()
+    assert training.excluded_s == EVAL_S and training.was_interrupted
+    time.now_s += 3.0  # metrics of the step before: the device is still at work
+    training.deliver(7, global_step=8)
+    time.now_s += 5.0
+    run_step()
+    assert training.excluded_s == EVAL_S and not training.was_interrupted
+
+
 def test_fetches_of_training_are_timed_and_others_are_not(time: VirtualTime) -> None:
     class Feeds:
         closed = False
 
         def feed(self, loader: Any, *, training: bool = True) -> Any:
+            self.windows = self.read(loader)  # held, so that it is closed only by whoever reads
+            return self.windows
+
+        def read(self, loader: Any) -> Any:
             try:
                 for window in loader:
                     time.now_s += 2.0

@@ -100,9 +100,6 @@ class MallocTraceCallback(TrainerCallback):
             self._report(state.global_step, state.is_world_process_zero)
         self._end()
 
-    def on_error(self) -> None:
-        self._end()
-
     def on_close(self) -> None:
         self._end()
 

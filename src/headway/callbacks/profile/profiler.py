@@ -219,9 +219,6 @@ class ProfilerCallback(TrainerCallback):
                 state.global_step,
             )
 
-    def on_error(self) -> None:
-        self._close()
-
     def on_close(self) -> None:
         self._close()
 

@@ -126,9 +126,6 @@ class PeakMemory(TrainerCallback):
                 self._write_details(state.global_step)
             logger.info("%s", self._details())
 
-    def on_error(self) -> None:
-        self._end_snapshot()
-
     def on_close(self) -> None:
         self._end_snapshot()
 
