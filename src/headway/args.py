@@ -98,7 +98,8 @@ class MinimalTrainingArguments(Arguments):
     logging_first_step: bool = False
     """Also log the first step."""
     report_to: list[str] | str = "none"
-    """Experiment trackers that receive the log records."""
+    """Experiment trackers that receive the run's figures: names, `all` (those that are installed)
+    or `none`. To give one parameters, list its callback."""
     disable_tqdm: bool | None = None
     """Show no progress bar. None: show one when the output is a terminal."""
 

@@ -135,8 +135,7 @@ RUN_FILES = [
     Case("pickled weights", args(save_safetensors=False), ("save_safetensors", "convert")),
     Case("unknown trainer", {"trainer": "dpp"}, ("trainer", "did you mean 'ddp'")),
     Case("pipeline of one", {"trainer": "pipeline"}, ("PipelineTrainer", "two ranks", "--nproc 2")),
-    # Announced, not there yet.
-    Case("option of later", args(report_to=["wandb"]), ("report_to", "not available yet")),
+    Case("unknown tracker", args(report_to=["wandbb"]), ("report_to", "did you mean 'wandb'")),
     # Components.
     Case("unknown class", train("TokenDatset"), ("TokenDatset", "did you mean 'TokenDataset'")),
     Case("unknown module", {"model": {"class_path": "no.such.Model"}}, ("no.such.Model",)),

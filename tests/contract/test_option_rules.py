@@ -142,6 +142,7 @@ CASES = [
     ("H48", "single", {"lr_scheduler_type": "cosin"}, "did you mean 'cosine'"),
     ("H48", "single", {"lr_scheduler_type": "reduce_lr_on_plateau"}, "needs a metric at each step"),
     ("H52", "single", {"fused_loss": "ligre"}, "did you mean 'liger'"),
+    ("H53", "single", {"report_to": ["wandbb"]}, "did you mean 'wandb'"),
     ("H49", "single", {"on_damaged_checkpoint": "ignore"}, "unknown on_damaged_checkpoint"),
     ("H50", "single", {"load_components": ["model", "optimiser"]}, "did you mean 'optimizer'"),
     ("H50", "single", {"load_components": []}, "load_components is an empty list"),
@@ -301,8 +302,12 @@ def test_every_pending_option_is_known_and_refused():
     for option in pending.PENDING:
         assert option in options
         assert options[option].pending
+
+
+def test_a_pending_option_is_refused_once(monkeypatch):
+    monkeypatch.setitem(pending.PENDING, "report_to", "experiment trackers")
     args = make("ddp", {"report_to": ["wandb"]})
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="report_to is not available yet") as caught:
         args.validate()
     assert len(caught.value.problems) == 1
 

@@ -151,10 +151,11 @@ def test_nested_class_given_as_dict_or_object():
     assert DDPTrainingArguments(ddp={"static_graph": False}).ddp == DDPArguments()
 
 
-def test_pending_option_is_refused():
-    with pytest.raises(ConfigError, match="report_to is not available yet: it comes with"):
-        TrainingArguments(report_to=["wandb"])
-    TrainingArguments(report_to=[])
+def test_unknown_trackers_are_refused_with_the_nearest_name():
+    with pytest.raises(ConfigError, match=r"report_to.*did you mean 'tensorboard'"):
+        TrainingArguments(report_to=["tensorbord"])
+    for given in ([], "none", "all", "wandb", ["tensorboard", "comet_ml"]):
+        TrainingArguments(report_to=given)
 
 
 @pytest.mark.parametrize(

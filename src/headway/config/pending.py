@@ -1,7 +1,7 @@
 """Options that exist but whose engine does not yet: setting one is an error, never silence.
 
 Owns: the table option -> the capability that brings it. A capability that arrives removes its
-lines here; the module goes when the table is empty.
+lines here; at times none is left.
 """
 
 from __future__ import annotations
@@ -12,16 +12,7 @@ from typing import Any
 from headway.config.rules import default_of
 from headway.config.typecheck import Problem
 
-TRACKERS = "experiment trackers"
-
-PENDING: dict[str, str] = {
-    "report_to": TRACKERS,
-}
-
-# Values that mean the same as the default.
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    "report_to": (["none"], []),
-}
+PENDING: dict[str, str] = {}
 
 
 def find_pending(args: Any, *, skip: Collection[str] = ()) -> list[Problem]:
@@ -31,7 +22,7 @@ def find_pending(args: Any, *, skip: Collection[str] = ()) -> list[Problem]:
         if not hasattr(args, option) or option in skip:
             continue
         value = getattr(args, option)
-        if value == default_of(args, option) or value in _HARMLESS.get(option, ()):
+        if value == default_of(args, option):
             continue
         problems.append(Problem((option,), not_yet(option, value, capability)))
     return problems

@@ -34,6 +34,7 @@ DTYPE_SPELLINGS = ("bf16", "bfloat16", "float16", "float32", "fp16", "fp32", "ha
 STAGE_TYPES = ("loop", "v")
 MATMUL_PRECISIONS = ("high", "highest", "medium")
 COMPILE_MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
+TRACKERS = ("comet_ml", "mlflow", "tensorboard", "trackio", "wandb")
 NONFINITE_ACTIONS = ("raise", "skip", "stop")
 LR_SCHEDULES = (
     "constant",
@@ -60,12 +61,12 @@ SCHEDULE_UNITS = ("steps", "tokens")
 _DEVICE = re.compile(r"[a-z]+(:\d+)?")
 
 
-def one_of(option: str, names: tuple[str, ...]) -> Check:
+def one_of(option: str, names: tuple[str, ...], *, may_be_empty: bool = False) -> Check:
     """A check that a text option, or each item of a list, is one of `names` where not None."""
 
     def check(args: Any) -> str | None:
         value = get(args, option)
-        if value == []:
+        if value == [] and not may_be_empty:
             return f"{option} is an empty list; name at least one of {', '.join(names)}"
         for item in value if isinstance(value, list) else [value]:
             if item is not None and item not in names:
@@ -240,6 +241,10 @@ def _own_rules() -> Iterator[Rule]:
     for label, option, allowed in names:
         text = f"{option} is one of {', '.join(allowed)}."
         yield Rule(label, (option,), "args", text, one_of(option, allowed))
+    trackers = ("all", "none", *TRACKERS)
+    yield Rule("H53", ("report_to",), "args",
+               f"report_to names some of {', '.join(trackers)}.",
+               one_of("report_to", trackers, may_be_empty=True))  # fmt: skip
     yield Rule("H70", ("pipe_schedule",), "args",
                f"pipe_schedule is one of {', '.join(FACTS)}, or one of them after 'Schedule'.",
                one_of("pipe_schedule", NAMES))  # fmt: skip

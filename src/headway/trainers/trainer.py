@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from headway.args import TrainingArguments
 from headway.callbacks import default_callbacks as make_default_callbacks
+from headway.callbacks import reporting_callbacks
 from headway.checkpoint.distributed import DistributedRanks
 from headway.checkpoint.ranks import Ranks, SoloRanks
 from headway.config.schema import RunConfig
@@ -182,11 +183,11 @@ class Trainer(Recording, Checkpointing, Evaluation, LearningRateFinding):
 
     def _register_callbacks(self, given: Any, with_defaults: bool) -> None:
         listed = normalise_callbacks(given)
-        if with_defaults:
-            classes = [cb if isinstance(cb, type) else type(cb) for _, cb in listed]
-            for default in make_default_callbacks(self.args):
-                if not any(issubclass(cls, type(default)) for cls in classes):
-                    self.bus.add(default)
+        classes = [cb if isinstance(cb, type) else type(cb) for _, cb in listed]
+        own = make_default_callbacks(self.args) if with_defaults else []
+        for default in [*own, *reporting_callbacks(self.args)]:
+            if not any(issubclass(cls, type(default)) for cls in classes):
+                self.bus.add(default)
         for name, callback in listed:
             self.bus.add(callback, name)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import importlib.util
 
-pytest.importorskip("mlflow")
+import pytest
 
 from headway.callbacks.remote.mlflow_tracker import MLflowCallback
 from headway.engine.events import TrainerCallback
 from headway.errors import ConfigError
 from headway.testing import tiny_trainer
+
+# Not imported here: collecting the tests should not pay for it.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("mlflow") is None, reason="the extra is not installed"
+)
 
 
 class Fail(TrainerCallback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
 import math
 import struct
@@ -13,8 +14,6 @@ from types import SimpleNamespace
 import numpy
 import pytest
 
-pytest.importorskip("tensorboard")
-
 from headway.callbacks.log import event_file
 from headway.callbacks.log.summary_writer import ResumableSummaryWriter
 from headway.callbacks.log.tb_logger import TBLogger, default_tb_scalars
@@ -22,6 +21,11 @@ from headway.engine.events import TrainerCallback
 from headway.engine.state import TrainerControl, TrainerState
 from headway.errors import ConfigError
 from headway.testing import tiny_trainer
+
+# Not imported here: collecting the tests should not pay for it.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="the extra is not installed"
+)
 
 
 def _read(folder):

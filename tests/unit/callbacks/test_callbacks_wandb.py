@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import struct
 import threading
@@ -12,13 +13,16 @@ from pathlib import Path
 
 import pytest
 
-wandb = pytest.importorskip("wandb")
-
 from headway.callbacks.remote.tracker import Ending, RunFacts
 from headway.callbacks.remote.wandb_tracker import RESUMED, STEP, WandBCallback
 from headway.engine.events import TrainerCallback
 from headway.errors import ConfigError
 from headway.testing import tiny_trainer
+
+# Not imported here: collecting the tests should not pay for it.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="the extra is not installed"
+)
 
 _BLOCK_BYTES = 32768
 
@@ -73,6 +77,8 @@ def test_an_offline_run_and_its_resume_are_one_run_without_a_gap(tmp_path, monke
     with pytest.raises(RuntimeError, match="power"):
         tiny_trainer(tmp_path, [first, Fail()], **common).train()
     tiny_trainer(tmp_path, [second], resume_from_checkpoint=True, **common).train()
+    import wandb
+
     wandb.teardown()  # its process writes the end of a file some time after `finish`
 
     files = sorted(tmp_path.glob("out/wandb/offline-run-*/run-*.wandb"))

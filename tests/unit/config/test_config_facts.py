@@ -30,7 +30,7 @@ def run_verb(verb, *words):
     [
         ("max_steps", ["type     int", "default  -1", "MinimalTrainingArguments", "   4  "]),
         ("args.mixed_precision", ["   5  ", "BaseTrainingArguments"]),
-        ("args.report_to", ["not available yet"]),
+        ("args.report_to", ["list of str or str", "  H53  "]),
         ("args.seed", ["type     int"]),
         ("ddp.bucket_cap_mb", ["int or None", "DDPArguments", "default  None"]),
         ("dispatch_batches", ["DDPTrainingArguments, FSDP2TrainingArguments"]),

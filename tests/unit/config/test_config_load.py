@@ -62,7 +62,7 @@ def test_a_whole_run(write):
         ("args:\n  warmup_steps: '5'\n", "run.yaml:3: .*write the number without quotes"),
         ("args:\n  use_cpu: yes\n", "run.yaml:3: args.use_cpu: must be bool.*true or false"),
         ("args:\n  adam_beta1: 2\n", "run.yaml:3: args.adam_beta1: must lie in"),
-        ("args:\n  report_to: [wandb]\n", "run.yaml:3: args.report_to: .*not available"),
+        ("args:\n  report_to: [wadb]\n", "run.yaml:3: args.report_to: .*did you mean 'wandb'"),
         ("args:\n  logging_steps: 5\n  log_every: 5\n", r"run.yaml:4: args.log_every: .*_steps=5"),
         ("args: 3\n", "run.yaml:2: args: must be a mapping"),
         ("learning_rate: 3\n", "run.yaml:2: learning_rate: .*did you mean 'args.learning_rate'"),

@@ -135,39 +135,49 @@ class CometCallback(Tracker):
         import comet_ml
 
         saved = self._resumed_state if facts.resumed_step else {}
-        key = saved.get("experiment_key")
-        continues = bool(key) and self.auto_resume and saved.get("name") == self.name
+        wants = bool(saved) and self.auto_resume and saved.get("name") == self.name
+        own_key = _make_key(facts.run_id)
+        if wants:
+            self._exp_key = saved.get("experiment_key") or own_key
+        else:
+            self._exp_key = _make_key(f"{facts.run_id} {facts.resumed_step}") if saved else own_key
+        self._facts_open = facts
+        make = self._make_offline if self.is_offline else self._make_online
+        self._experiment, continues = make(comet_ml, facts, wants)
         if not continues:
-            salt = f"{facts.run_id} {facts.resumed_step}" if key else facts.run_id
-            key = hashlib.sha256(salt.encode()).hexdigest()[:32]
-        self._exp_key = key
-        options: dict[str, Any] = {
+            self._experiment.set_name(facts.name)
+            if self.tags:
+                self._experiment.add_tags(self.tags)
+            self._experiment.log_parameters(flatten(facts.config))
+        if facts.resumed_step:
+            self.mark_rewind(facts.resumed_step)
+        if self.notifications is CometNotificationSetting.all:
+            self._notify("started", {})
+
+    def _options(self) -> dict[str, Any]:
+        return {
             **_QUIET,
-            "experiment_key": key,
+            "experiment_key": self._exp_key,
             "project_name": self.project,
             "workspace": self.workspace,
         }
-        if self.is_offline:
-            folder = self.offline_directory or os.path.join(facts.output_dir, "comet")
-            os.makedirs(folder, exist_ok=True)
-            options["offline_directory"] = folder
-            kind: Any = comet_ml.OfflineExperiment
-            if continues:
-                kind = comet_ml.ExistingOfflineExperiment
-        else:
-            options["api_key"] = _api_key()
-            kind = comet_ml.ExistingExperiment if continues else comet_ml.Experiment
-        self._experiment = experiment = kind(**options)
-        self._facts_open = facts
-        if continues:
-            experiment.log_other("resumed_from_step", facts.resumed_step)
-        else:
-            experiment.set_name(facts.name)
-            if self.tags:
-                experiment.add_tags(self.tags)
-            experiment.log_parameters(flatten(facts.config))
-        if self.notifications is CometNotificationSetting.all:
-            self._notify("started", {})
+
+    def _make_offline(self, comet_ml: Any, facts: RunFacts, wants: bool) -> tuple[Any, bool]:
+        folder = Path(self.offline_directory or os.path.join(facts.output_dir, "comet"))
+        folder.mkdir(parents=True, exist_ok=True)
+        # A process that is killed leaves no file: then there is nothing to add to.
+        continues = wants and any(folder.glob(f"{self._exp_key}*.zip"))
+        kind = comet_ml.ExistingOfflineExperiment if continues else comet_ml.OfflineExperiment
+        return kind(**self._options(), offline_directory=str(folder)), continues
+
+    def _make_online(self, comet_ml: Any, facts: RunFacts, wants: bool) -> tuple[Any, bool]:
+        options = {**self._options(), "api_key": _api_key()}
+        if wants:
+            try:
+                return comet_ml.ExistingExperiment(**options), True
+            except comet_ml.exceptions.ExperimentNotFound:
+                logger.warning("CometCallback: the experiment is gone; it is begun anew")
+        return comet_ml.Experiment(**options), False
 
     def send(self, step: int, figures: dict[str, float]) -> None:
         self._experiment.log_metrics(figures, step=step)
@@ -209,6 +219,11 @@ class CometCallback(Tracker):
         )
         with urllib.request.urlopen(request, timeout=_API_TIMEOUT_S) as answer:
             return json.load(answer).get("tags") or ()
+
+
+def _make_key(text: str) -> str:
+    """A key of the form that Comet asks for, the same for the same text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _api_key() -> str | None:
