@@ -140,6 +140,6 @@ def test_one_name_given_twice_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="two callbacks have the name 'watch'"):
         tiny_trainer(tmp_path, [first, second])
     run = tmp_path / "run.yaml"
-    run.write_text("callbacks:\n  log: {class: JsonLogger}\n  log: {class: InfoCallback}\n")
+    run.write_text("callbacks:\n  log: JsonLogger\n  log: InfoCallback\n")
     with pytest.raises(ConfigError, match="'log' is given twice"):
         load_run(run)
