@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headway.callbacks.profile.malloc_trace import MallocTraceCallback
     from headway.callbacks.profile.memory_snapshot import MemorySnapshotCallback
     from headway.callbacks.profile.profiler import ProfilerCallback
+    from headway.callbacks.remote.beaker import BeakerCallback
     from headway.callbacks.remote.comet_tracker import CometCallback, CometNotificationSetting
     from headway.callbacks.remote.mlflow_tracker import MLflowCallback
     from headway.callbacks.remote.slack import SlackNotificationSetting, SlackNotifierCallback
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from headway.callbacks.watch.weight_norm_logger import WeightNormLogger
 
 __all__ = [
+    "BeakerCallback",
     "CometCallback",
     "CometNotificationSetting",
     "ConfigSaverCallback",
@@ -84,6 +86,7 @@ __getattr__, __dir__ = lazy_exports(
         "profile.malloc_trace": ("MallocTraceCallback",),
         "profile.memory_snapshot": ("MemorySnapshotCallback",),
         "profile.profiler": ("ProfilerCallback",),
+        "remote.beaker": ("BeakerCallback",),
         "remote.comet_tracker": ("CometCallback", "CometNotificationSetting"),
         "remote.mlflow_tracker": ("MLflowCallback",),
         "remote.slack": ("SlackNotificationSetting", "SlackNotifierCallback"),

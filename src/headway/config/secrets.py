@@ -9,7 +9,7 @@ import re
 
 _SECRET = re.compile(
     r"(?i)(^|[_.\-])(api_?)?(token|key|secret|password|passwd|credential)s?$"
-    r"|api_?key|password|webhook"
+    r"|api_?key|password|webhook|authorization"
 )
 _SPECIAL_TOKEN = re.compile(r"(?i)(bos|eos|pad|unk|sep|cls|mask|begin|end)_token$")
 
