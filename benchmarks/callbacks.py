@@ -148,7 +148,7 @@ class ManyParameters(nn.Module):
 
 
 def count_waits(name: str) -> tuple[float, float] | None:
-    """Waits for the device, and milliseconds, of one logging; None where there is no such class."""
+    """Waits for the device in one logging, milliseconds in its run; None: there is no such class."""
     try:
         kind = getattr(callbacks, name)
     except (AttributeError, ImportError):
@@ -194,7 +194,8 @@ def report(found: dict[str, list[float]], rounds: int, steps: int) -> str:
         "",
         f"`python benchmarks/callbacks.py --rounds {rounds} --steps {steps}` on "
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, 1 thread, "
-        f"Python {platform.python_version()}, torch {torch.__version__}.",
+        f"Python {platform.python_version()}, torch {torch.__version__}; "
+        f"load at the end {os.getloadavg()[0]:.1f}.",
         "",
         "| callbacks | in events, best, us/step | median | best above none, us "
         f"| of a {STEP_S * 1e3:.0f} ms step |",
@@ -212,7 +213,7 @@ def report(found: dict[str, list[float]], rounds: int, steps: int) -> str:
         "",
         f"Goal for the defaults, at most {100 * GOAL:.0f} % of a step: {verdict}.",
         "",
-        f"| one logging, {NUM_PARAMETERS} parameters | waits for the device | ms |",
+        f"| one logging, {NUM_PARAMETERS} parameters | waits for the device | ms, all of a run of 5 steps |",
         "|---|---|---|",
     ]
     for name in NORMS:
