@@ -120,6 +120,15 @@ def test_both_rates_of_muon_are_applied_in_their_proportion(
     assert f"{both[1]:.2e} (args.optim_args.adamw_lr, in the proportion that it has now)" in told
 
 
+def test_a_range_that_begins_too_high_is_told(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert find("--seeds", "1", "--start-lr", "0.03", "--end-lr", "0.3") == 0
+    assert (
+        "the loss falls from the lowest rate on: try a lower --start-lr" in capsys.readouterr().out
+    )
+
+
 def test_no_suggestion_is_told_and_nothing_applied(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

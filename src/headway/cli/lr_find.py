@@ -209,6 +209,8 @@ def _print(result: LRFinderResult, run_config: RunConfig) -> None:
         words = {"diverged": "the loss ran away", "nonfinite": "the loss was no number"}
         rows.append(("tried", tried + "".join(f"; {words[reason]} there" for reason in early)))
     rows += _configured(run_config)
+    if result.suggested_lr is not None and result.suggested_lr < 2 * result.lrs[0]:
+        rows.append(("note", "the loss falls from the lowest rate on: try a lower --start-lr"))
     print_table(rows)
 
 
