@@ -148,7 +148,7 @@ class ManyParameters(nn.Module):
 
 
 def count_waits(name: str) -> tuple[float, float] | None:
-    """Waits for the device in one logging, milliseconds in its run; None: there is no such class."""
+    """Waits for the device in one logging, milliseconds in its run; None: no such class."""
     try:
         kind = getattr(callbacks, name)
     except (AttributeError, ImportError):
@@ -187,7 +187,7 @@ def _of_callbacks(records: list[Any]) -> list[Any]:
     return [record for record in records if f"{os.sep}callbacks{os.sep}" in record.file]
 
 
-def report(found: dict[str, list[float]], rounds: int, steps: int) -> str:
+def report(found: dict[str, list[float]], rounds: int, steps: int, load: float) -> str:
     base = min(found[NONE])
     lines = [
         f"# Callbacks, {datetime.date.today()}",
@@ -195,7 +195,7 @@ def report(found: dict[str, list[float]], rounds: int, steps: int) -> str:
         f"`python benchmarks/callbacks.py --rounds {rounds} --steps {steps}` on "
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, 1 thread, "
         f"Python {platform.python_version()}, torch {torch.__version__}; "
-        f"load at the end {os.getloadavg()[0]:.1f}.",
+        f"load at the start {load:.1f}.",
         "",
         "| callbacks | in events, best, us/step | median | best above none, us "
         f"| of a {STEP_S * 1e3:.0f} ms step |",
@@ -213,7 +213,8 @@ def report(found: dict[str, list[float]], rounds: int, steps: int) -> str:
         "",
         f"Goal for the defaults, at most {100 * GOAL:.0f} % of a step: {verdict}.",
         "",
-        f"| one logging, {NUM_PARAMETERS} parameters | waits for the device | ms, all of a run of 5 steps |",
+        f"| one logging, {NUM_PARAMETERS} parameters | waits for the device "
+        "| ms, all of a run of 5 steps |",
         "|---|---|---|",
     ]
     for name in NORMS:
@@ -234,11 +235,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    load = os.getloadavg()[0]
     try:
         found = measure(sets_to_measure(), options.rounds, options.steps)
     except ConfigError as error:
         sys.exit(str(error))
-    text = report(found, options.rounds, options.steps)
+    text = report(found, options.rounds, options.steps, load)
     print(text)
     if options.write:
         folder = Path(__file__).parent / "results"
