@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email.utils
 import json
+import random
 import threading
 import time
 from pathlib import Path
@@ -107,7 +108,9 @@ def send(server: LocalServer, **more: Any) -> list[float]:
 @pytest.mark.parametrize("status", [500, 502, 503, 429, 408])
 def test_busy_and_broken_servers_are_tried_again(status: int) -> None:
     with local_server(lambda number: (status if number < 2 else 204, {})) as server:
+        before = random.getstate()
         first, second = send(server)
+        assert random.getstate() == before  # which is training's
     assert len(server.got) == 3
     assert 0.25 <= first <= 0.5 and 0.5 <= second <= 1.0  # doubles, with jitter
 

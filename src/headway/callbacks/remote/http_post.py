@@ -22,6 +22,8 @@ _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 30.0
 _MOST_BYTES = 1 << 16
 _AGAIN = (408, 425, 429)
+# Of its own: the global generator is training's.
+_jitter = random.Random()
 
 
 class DeliveryError(RuntimeError):
@@ -94,7 +96,7 @@ def _wait_s(attempt: int, asked_s: float | None) -> float:
     if asked_s is not None:
         return min(asked_s, _LONGEST_WAIT_S)
     # Many runs whose server went away do not come back all at once.
-    return random.uniform(0.5, 1.0) * min(_FIRST_WAIT_S * 2.0**attempt, _LONGEST_WAIT_S)
+    return _jitter.uniform(0.5, 1.0) * min(_FIRST_WAIT_S * 2.0**attempt, _LONGEST_WAIT_S)
 
 
 def _retry_after_s(told: str | None) -> float | None:
