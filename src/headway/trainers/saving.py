@@ -204,9 +204,9 @@ class Saver:
         contents = self._contents()
         trainer = self._trainer
         if trainer._ranks().is_main:
-            contents.run_files = collect_run_files(
-                trainer.bus.callbacks, trainer.args, trainer.state
-            )
+            disabled = trainer.bus.disabled
+            asked = {n: one for n, one in trainer.bus.callbacks.items() if n not in disabled}
+            contents.run_files = collect_run_files(asked, trainer.args, trainer.state)
         return contents
 
     def save(self, metrics: dict[str, float] | None) -> None:

@@ -58,3 +58,14 @@ def test_two_callbacks_cannot_give_one_file() -> None:
     same = {"one": Notes({"a.txt": "1"}), "two": Notes({"a.txt": "2"})}
     with pytest.raises(ConfigError, match=r"'two'.*run/a.txt is there already"):
         collect_run_files(same, None, None)
+
+
+def test_a_callback_that_was_disabled_is_not_asked(tmp_path: Path) -> None:
+    class Failing(Notes):
+        failure_policy = "disable"
+
+        def on_step_end(self) -> None:
+            raise RuntimeError("on purpose")
+
+    tiny_trainer(tmp_path, [Failing()], max_steps=1, save_strategy="steps", save_steps=1).train()
+    assert not (tmp_path / "out/checkpoint-1/run/raw.bin").exists()

@@ -128,7 +128,7 @@ def prove_log_kills(num_kills: int, seed: int, sinks: Sequence[LogSink] = JSON_S
                 server.kill()
             _judge(server.wait(), outcome, folder / "log")
             outcome.counts["kills inside a write"] += tears
-            reached = max((max(sink.read_steps(output_dir), default=0) for sink in sinks))
+            reached = max(max(sink.read_steps(output_dir), default=0) for sink in sinks)
             max_steps = max(max_steps, reached + 20)
             _find_doubles(output_dir, sinks, outcome)
         server.start(f"{__name__}:train_child", **child, tear_at=0, max_steps=max_steps)
