@@ -230,8 +230,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--write", action="store_true", help="keep the result in results/")
     options = parser.parse_args()
-    if options.steps < WARMUP_STEPS + STRETCH:
-        sys.exit(f"--steps: {options.steps} given; allowed: {WARMUP_STEPS + STRETCH} and more")
+    least = WARMUP_STEPS + 2 * STRETCH  # a stretch ends where the next one begins
+    if options.steps < least or options.rounds < 1:
+        sys.exit(f"--steps: {least} and more, --rounds: 1 and more")
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
