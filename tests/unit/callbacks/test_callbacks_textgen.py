@@ -76,7 +76,17 @@ def test_samples_reach_file_tensorboard_and_console(
     wanted = [f"{s['prompt']} [START] {s['text']}" for s in first["samples"]]
     assert parts == wanted
     err = capsys.readouterr().err
-    assert f"[step 2, sample 1 of 3] {wanted[0]}" in err
+    assert "[step 2, sample 1 of 3] the boat [START] " in err
+
+
+def test_what_a_terminal_would_obey_is_not_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = TextgenCallback(None, ["a"])
+    mine._continue = lambda *args: ["red \x1b[31m\x07, next\nline"]  # type: ignore[method-assign]
+    trainer(tmp_path, [mine]).train()
+    assert "red \ufffd[31m\ufffd, next\nline" in capsys.readouterr().err
+    assert records(tmp_path)[0]["samples"][0]["text"].startswith("red \x1b[31m")
 
 
 def test_the_run_s_own_writer_is_taken(tmp_path: Path) -> None:

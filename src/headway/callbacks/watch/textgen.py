@@ -296,7 +296,7 @@ class TextgenCallback(TrainerCallback):
             # Through the bar's own door: a bar that is there stays whole.
             for number, line in enumerate(lines, 1):
                 head = f"[step {state.global_step:,}, sample {number} of {len(lines)}]"
-                tqdm.write(f"{head} {line}", file=sys.stderr)
+                tqdm.write(f"{head} {_printable(line)}", file=sys.stderr)
             sys.stderr.flush()
 
     def _settle_tensorboard(self, args: Any, state: TrainerState, trainer: Any) -> None:
@@ -316,6 +316,11 @@ class TextgenCallback(TrainerCallback):
         )
         if self._owns_tensorboard:
             self._tensorboard.begin(args, state)
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal would obey: a young model writes any byte."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 @contextmanager
