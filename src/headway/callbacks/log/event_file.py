@@ -92,6 +92,9 @@ def open_writer(log_dir: str, on_open: Callable[[str, EventFile], None]) -> Any:
             on_open(folder, self.event_writer)
 
     class Writer(SummaryWriter):
+        file_writer: Any
+        all_writers: Any
+
         def _get_file_writer(self) -> Any:
             if self.file_writer is None or self.all_writers is None:
                 self.file_writer = Files(log_dir)
