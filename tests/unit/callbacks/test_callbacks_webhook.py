@@ -215,7 +215,7 @@ model: {vocab_size: 258, hidden_size: 32, num_layers: 1, num_heads: 4}
 data: {train: {class_path: TokenDataset, init_args: {paths: tokens, sequence_length: 8}}}
 callbacks:
   - class_path: SlackNotifierCallback
-    init_args: {webhook_url: "https://hooks.slack.com/services/T0/B0/buried", notifications: all}
+    init_args: {webhook_url: "https://chat.example.org/services/T0/B0/buried", notifications: all}
   - class_path: WebhookCallback
     init_args:
       url: https://example.org/hooks/buried
