@@ -285,7 +285,7 @@ def _open_files() -> Iterator[str]:
             target = os.readlink(entry)
         except OSError:
             continue
-        if not target.startswith(("/proc", "/dev", "pipe:", "anon_inode")):
+        if not target.startswith(("/proc", "/dev", "pipe:", "anon_inode", sys.prefix)):
             yield target
 
 

@@ -390,6 +390,8 @@ def test_a_server_that_is_away_costs_neither_the_run_nor_much_time(
     offline: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if is_there("MLflowCallback"):  # its import is not the time that is measured
+        import mlflow.tracking  # noqa: F401
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -400,7 +402,7 @@ def test_a_server_that_is_away_costs_neither_the_run_nor_much_time(
             "WebhookCallback": {"url": url},
         }
         given = [
-            {"class_path": name, "init_args": {**arguments, "close_timeout_s": 0.2}}
+            {"class_path": name, "init_args": {**arguments, "close_timeout_s": 20.0}}
             for name, arguments in options.items()
             if is_there(name)
         ]
@@ -409,4 +411,4 @@ def test_a_server_that_is_away_costs_neither_the_run_nor_much_time(
     told = warnings_of(caplog)
     for name in options:
         assert name in told or not is_there(name)
-    assert time.monotonic() - began_s < 30
+    assert time.monotonic() - began_s < 15

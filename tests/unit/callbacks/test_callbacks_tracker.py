@@ -252,7 +252,7 @@ def test_the_callback_goes_by_its_class_and_the_run_by_its_name(tmp_path) -> Non
         ({"cancel_tags": "cancel"}, "cancel_tags"),
         ({"cancel_tags": [1]}, "cancel_tags"),
         ({"cancel_check_interval": 0}, "cancel_check_interval"),
-        ({"queue_size": 0}, "capacity"),
+        ({"queue_size": 0}, "queue_size"),
         ({"close_timeout_s": 0}, "close_timeout_s"),
     ],
 )

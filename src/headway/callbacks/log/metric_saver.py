@@ -39,6 +39,10 @@ class MetricSaverCallback(TrainerCallback):
         enabled: bool = True,
         history_fname: str | None = None,
     ) -> None:
+        if not isinstance(enabled, bool):
+            raise ConfigError(
+                f"MetricSaverCallback: enabled must be true or false, got {enabled!r}"
+            )
         _check_name("step_metrics_fname", step_metrics_fname)
         _check_name("final_metrics_fname", final_metrics_fname)
         if save_interval is not None and not _is_step(save_interval):

@@ -110,7 +110,9 @@ class ResumableSummaryWriter(TrainerCallback):
         # A checkpoint stands for everything up to its step: a kill after it must lose none of it.
         self.flush()
         folder, inside = self._active, False
-        if folder is not None and self._output_dir is not None:
+        if self._output_dir is None and self._saved:  # no run has taken it up yet
+            folder, inside = self._saved.get("log_dir"), bool(self._saved.get("in_output_dir"))
+        elif folder is not None and self._output_dir is not None:
             relative = os.path.relpath(folder, self._output_dir)
             if relative.split(os.sep)[0] != os.pardir:
                 folder, inside = Path(relative).as_posix(), True
@@ -127,7 +129,8 @@ class ResumableSummaryWriter(TrainerCallback):
         if self._saved.get("in_output_dir") and self._output_dir is not None:
             folder = os.path.join(self._output_dir, folder)
         if os.path.isdir(folder):
-            logger.info("TensorBoard goes on in %s", folder)
+            if self._writes:
+                logger.info("TensorBoard goes on in %s", folder)
             return folder
         if self._writes:
             logger.warning(

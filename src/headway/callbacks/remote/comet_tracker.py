@@ -16,6 +16,7 @@ from typing import Any
 
 from headway.callbacks.remote import credentials
 from headway.callbacks.remote.tracker import Ending, RunFacts, Tracker, flatten, text_or_none, texts
+from headway.callbacks.watch.ranges import require_flag
 from headway.errors import ConfigError, unknown
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,9 @@ class CometCallback(Tracker):
         self.project = text_or_none(kind, "project", project)
         self.workspace = text_or_none(kind, "workspace", workspace)
         self.tags = texts(kind, "tags", tags)
+        if offline is not None:
+            require_flag(f"{kind}.offline", offline)
+        require_flag(f"{kind}.auto_resume", auto_resume)
         self.offline = offline
         self.offline_directory = text_or_none(kind, "offline_directory", offline_directory)
         self.auto_resume = auto_resume
@@ -125,7 +129,8 @@ class CometCallback(Tracker):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"version": 1, "experiment_key": self._exp_key, "name": self.name}
+        own = {"experiment_key": self._exp_key, "name": self.name}
+        return self._remembered(own, is_known=self._exp_key is not None)
 
     # On the tracker's thread
 

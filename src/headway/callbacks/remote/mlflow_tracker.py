@@ -69,7 +69,7 @@ class MLflowCallback(Tracker):
         return self._run_id
 
     def state_dict(self) -> dict[str, Any]:
-        return {"version": 1, "run_id": self._run_id}
+        return self._remembered({"run_id": self._run_id}, is_known=self._run_id is not None)
 
     # On the tracker's thread
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from headway.callbacks.log.json_values import plain_value
 from headway.callbacks.remote.cancel import CANCEL_TAGS, CancelWatch
 from headway.callbacks.remote.sender import Sender
+from headway.callbacks.watch.ranges import require_count, require_flag, require_positive
 from headway.config.snapshot import redact
 from headway.engine.events import TrainerCallback
 from headway.engine.state import TrainerControl, TrainerState
@@ -94,9 +95,10 @@ class Tracker(TrainerCallback, ABC):
         kind = type(self).__name__
         if config is not None and not isinstance(config, Mapping):
             raise ConfigError(f"{kind}: config must be a mapping or None, not {config!r}")
-        if isinstance(close_timeout_s, bool) or not close_timeout_s > 0:
-            raise ConfigError(f"{kind}: close_timeout_s must be above 0, not {close_timeout_s!r}")
-        self.enabled = _checked(kind, "enabled", enabled, bool)
+        require_flag(f"{kind}.enabled", enabled)
+        require_count(f"{kind}.queue_size", queue_size, least=1)
+        require_positive(f"{kind}.close_timeout_s", close_timeout_s)
+        self.enabled = enabled
         self.name = text_or_none(kind, "name", name)
         self.config = config
         self.queue_size = queue_size
@@ -214,6 +216,15 @@ class Tracker(TrainerCallback, ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._resumed_state = dict(state)
 
+    def _remembered(self, own: dict[str, Any], *, is_known: bool) -> dict[str, Any]:
+        """What a checkpoint holds: `own` if known, else what the last checkpoint held of it.
+
+        A run may be saved before its service has answered; the next resume must find it again.
+        """
+        if not is_known:
+            own = {key: self._resumed_state.get(key, value) for key, value in own.items()}
+        return {"version": 1, **own}
+
     # Between the threads
 
     def _facts(self, args: Any, state: TrainerState, model: Any) -> RunFacts:
@@ -329,9 +340,3 @@ def texts(kind: str, parameter: str, value: Any) -> list[str]:
         if not isinstance(item, str) or not item:
             raise ConfigError(f"{kind}: {parameter} must hold texts only, not {item!r}")
     return list(value)
-
-
-def _checked(kind: str, parameter: str, value: Any, wanted: type[bool]) -> bool:
-    if not isinstance(value, wanted):
-        raise ConfigError(f"{kind}: {parameter} must be true or false, not {value!r}")
-    return value

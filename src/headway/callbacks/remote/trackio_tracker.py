@@ -65,7 +65,8 @@ class TrackioCallback(Tracker):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"version": 1, "run_name": self._run_name, "project": self.project}
+        own = {"run_name": self._run_name, "project": self.project}
+        return self._remembered(own, is_known=self._run_name is not None)
 
     # On the tracker's thread
 

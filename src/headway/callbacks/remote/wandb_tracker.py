@@ -11,6 +11,7 @@ from typing import Any
 
 from headway.callbacks.remote import credentials
 from headway.callbacks.remote.tracker import Ending, RunFacts, Tracker, text_or_none, texts
+from headway.callbacks.watch.ranges import require_flag
 from headway.errors import ConfigError, unknown
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class WandBCallback(Tracker):
         self.dir = text_or_none(kind, "dir", dir)
         if mode is not None and mode not in MODES:
             raise ConfigError(f"{kind}: " + unknown("mode", mode, MODES))
+        require_flag(f"{kind}.rewind", rewind)
         self.mode = mode
         self.rewind = rewind
         super().__init__(
@@ -111,7 +113,8 @@ class WandBCallback(Tracker):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"version": 1, "run_id": self._id, "offset": self._offset}
+        own = {"run_id": self._id, "offset": self._offset}
+        return self._remembered(own, is_known=self._id is not None)
 
     # On the tracker's thread
 
