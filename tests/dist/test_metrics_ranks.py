@@ -232,7 +232,7 @@ def run_training(folder: Path) -> None:
 
 
 def test_ranks_deliver_at_the_same_steps_and_dump_what_is_pending(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match="this rank's disk"):
+    with pytest.raises(RankFailure):  # whichever process was gone first
         run_ranks(run_training, 2, tmp_path, timeout_s=100)
     first, second = (json.loads((tmp_path / f"found-{n}.json").read_text()) for n in (0, 1))
     # A flush of step 3 comes at the end of step 4; a save flushes at once; the end the rest.

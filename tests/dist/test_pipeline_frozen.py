@@ -78,7 +78,7 @@ def train_all_frozen(parts):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_whose_layers_are_all_frozen_pass_them_through(num_ranks):
     """The head alone; and one layer in the middle, so that the last ranks are frozen as well."""
     parts = ("lm_head", f"model.layers.{num_ranks - 1}")

@@ -53,7 +53,12 @@ def test_every_strategy_trains_as_one_device_does(names, alone, tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "names",
-    [["ddp2", "fsdp2", "pp2"], ["hsdp2x2", "dp2pp2", "pp4-ScheduleZBVZeroBubble"]],
+    [
+        ["ddp2", "fsdp2", "pp2"],
+        pytest.param(
+            ["hsdp2x2", "dp2pp2", "pp4-ScheduleZBVZeroBubble"], marks=pytest.mark.slow, id="hsdp2x2"
+        ),
+    ],
     ids=lambda names: names[0],
 )
 def test_tied_weights_and_accumulation(names, alone, tmp_path):

@@ -75,7 +75,9 @@ def test_any_strategy_goes_on_with_what_any_other_saved(loader, saved, uninterru
         ["ddp2", "fsdp2", "pp2"],
         ["accel2"],
         ["ddp4", "fsdp4", "pp4"],
-        ["hsdp2x2", "dp2pp2", "pp4-ScheduleZBVZeroBubble"],
+        pytest.param(
+            ["hsdp2x2", "dp2pp2", "pp4-ScheduleZBVZeroBubble"], marks=pytest.mark.slow, id="hsdp2x2"
+        ),
     ],
     ids=lambda names: names[0],
 )

@@ -499,6 +499,7 @@ def test_the_state_of_another_class_is_refused(tmp_path):
         run(tmp_path, resume=True, optim="adamw")
 
 
+@pytest.mark.slow
 def test_a_low_bit_step_as_torchao_compiles_it():
     torch.manual_seed(0)
     plain, low_bit = (nn.Linear(64, 64, bias=False) for _ in range(2))
