@@ -120,6 +120,29 @@ def test_compare_tells_settings_and_curves(runs, capsys):
     assert "args.learning_rate  0.1  ->  0.3" in text and "output_dir" not in text
 
 
+def test_a_log_elsewhere_is_found_from_anywhere(runs, capsys, monkeypatch):
+    pytest.importorskip("plotly")
+    elsewhere = runs / "logs"
+    elsewhere.mkdir()
+    (runs / "slow/trainer_logs.jsonl").rename(elsewhere / "trainer_logs.jsonl")
+    sample = {"global_step": 2, "samples": [{"prompt": "once", "text": " upon"}]}
+    (elsewhere / "eval_text.jsonl").write_text(json.dumps(sample) + "\n")
+    config = {"args": {"logging_dir": "logs"}}
+    (runs / "slow/run/config.json").write_text(json.dumps(config))
+    (runs / "slow/run/environment.json").write_text(json.dumps({"directory": str(runs)}))
+    monkeypatch.chdir(runs / "fast")
+    assert curve(capsys, runs / "slow")["y"] == [5, 4, 3, 2]
+    run(capsys, "report", runs / "slow")
+    assert "once upon" in Page((runs / "slow/report.html").read_text()).texts["Samples"]
+
+
+def test_levels_of_a_narrow_axis_can_be_told_apart(runs, capsys):
+    write_run(runs / "narrow", [5.5401, 5.5412, 5.5423])
+    text = run(capsys, "plot", "narrow")
+    labels = [line.split("|")[0].strip() for line in text.splitlines() if "|" in line]
+    assert len({label for label in labels if label}) == 3
+
+
 class Page(HTMLParser):
     """Text by heading, and what the page would load."""
 
@@ -147,7 +170,8 @@ def test_a_report_holds_all_and_loads_nothing(runs, capsys):
         {"type": "summary", "timestamp": START_S + 540, "global_step": 3, "train_runtime": 40.5},
     ]
     write_run(runs / "odd", [3.0, 2.0], extra=later)
-    (runs / "odd/last_metrics-rank1.json").write_text("{}")
+    dump = {"global_step": 1, "error": "OSError: no disk"}
+    (runs / "odd/last_metrics-rank1.json").write_text(json.dumps(dump))
     sample = {"prompt": "<script>alert(1)</script>", "text": "once upon"}
     record = {"type": "text", "global_step": 2, "samples": [sample]}
     (runs / "odd/eval_text.jsonl").write_text(json.dumps(record) + "\n")
@@ -160,7 +184,8 @@ def test_a_report_holds_all_and_loads_nothing(runs, capsys):
         "resumed from ck, 428 s after the last record" in incidents
         and "not finite: loss" in incidents
     )
-    assert "last_metrics-rank1.json" in incidents
+    assert incidents.strip().startswith("step 1a process failed and left last_metrics-rank1.json")
+    assert "OSError: no disk" in incidents
     assert "<script>alert(1)</script>once upon" in page.texts["Samples"]
     assert "args.learning_rate" in page.texts["Configuration"]
     assert "versions.torch" in page.texts["Environment"]

@@ -166,10 +166,11 @@ def draw_text(chart: Chart, *, width: int | None = None, height: int = 15) -> st
         for column, row in _join(cells):
             grid[row][column] = _MARKS[number % len(_MARKS)]
     shown = [chart.title] if chart.title else []
+    digits = _digits(low, high)
     for row, cells_of_row in enumerate(grid):
         level = low + (high - low) * (height - 1 - row) / (height - 1)
         level = 10**level if chart.log_y else level
-        label = f"{level:.3g}" if row in (0, height // 2, height - 1) else ""
+        label = f"{level:.{digits}g}" if row in (0, height // 2, height - 1) else ""
         shown.append(f"{label:>9} |{''.join(cells_of_row)}".rstrip())
     shown.append(f"{'':>9} +{'-' * width}")
     start, end = f"{left:,.4g}", f"{_spell(right)} {chart.x_label}"
@@ -180,6 +181,14 @@ def draw_text(chart: Chart, *, width: int | None = None, height: int = 15) -> st
             for number, line in enumerate(chart.lines)
         ]
     return "\n".join(shown)
+
+
+def _digits(low: float, high: float) -> int:
+    """As many as tell the levels of an axis apart, at least three."""
+    largest = max(abs(low), abs(high))
+    if high <= low or largest == 0:
+        return 3
+    return min(6, max(3, 2 + math.ceil(math.log10(largest / (high - low)))))
 
 
 def _spell(number: float) -> str:

@@ -157,7 +157,7 @@ def _samples(read: Run) -> str:
     """What the model wrote in the course of the run, the latest first."""
     from headway.callbacks.log.json_reader import read_json_log
 
-    log = read.folder / SAMPLES_NAME
+    log = read.log_folder / SAMPLES_NAME
     if not log.is_file():
         return ""
     shown: list[str] = []

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Run:
     """What is known of a run."""
 
     folder: Path
+    log_folder: Path
     name: str
     records: list[dict[str, Any]]
     config: dict[str, Any]
@@ -91,6 +92,7 @@ def open_run(path: str) -> Run:
         raise ConfigError(f"RUN: {log} holds no record of a run")
     return Run(
         folder,
+        log.parent,
         folder.resolve().name,
         records,
         _read_object(folder / "run" / "config.json"),
@@ -103,16 +105,16 @@ def open_runs(paths: list[str]) -> list[Run]:
     runs = [open_run(path) for path in paths]
     names = [run.name for run in runs]
     return [
-        run
-        if names.count(run.name) == 1
-        else Run(run.folder, path, run.records, run.config, run.environment)
+        run if names.count(run.name) == 1 else replace(run, name=path)
         for run, path in zip(runs, paths)
     ]
 
 
 def _find_log(folder: Path) -> Path:
     chosen = _read_object(folder / "run" / "config.json").get("args", {}).get("logging_dir")
-    for place in (folder, Path(chosen) if chosen else folder):
+    # A relative folder is meant from where the run was started.
+    started_in = _read_object(folder / "run" / "environment.json").get("directory", ".")
+    for place in (folder, Path(started_in, chosen) if chosen else folder):
         for name in LOG_NAMES:
             if (place / name).is_file():
                 return place / name
@@ -212,8 +214,10 @@ def find_incidents(run: Run) -> list[tuple[int, str]]:
         if strange:
             found.append((step, f"not finite: {', '.join(strange)}"))
         before_s = now_s or before_s
-    for dump in sorted(run.folder.glob("last_metrics-rank*.json")):
-        found.append(
-            (int(run.records[-1]["global_step"]), f"a process failed and left {dump.name}")
-        )
-    return found
+    last_step = int(run.records[-1]["global_step"])
+    for path in sorted(run.folder.glob("last_metrics-rank*.json")):
+        dump = _read_object(path)
+        error = f": {dump['error']}" if dump.get("error") else ""
+        step = dump.get("global_step", last_step)
+        found.append((int(step), f"a process failed and left {path.name}{error}"))
+    return sorted(found, key=lambda incident: incident[0])

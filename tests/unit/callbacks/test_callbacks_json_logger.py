@@ -50,6 +50,8 @@ def test_train_evaluate_save_resume(tmp_path: Path, form: str, name: str) -> Non
     (resumed,) = [r for r in records if r["type"] == "resume"]
     assert resumed["global_step"] == 2 and resumed["kwargs"] == {"note": "second"}
     assert resumed["loaded_checkpoint"].endswith("checkpoint-2")
+    # Both tell where the run stood before its first step.
+    assert records[0]["epoch"] == 0.0 and resumed["epoch"] == records[2]["epoch"]
 
 
 class RollBack(TrainerCallback):

@@ -36,6 +36,21 @@ class Record(TrainerCallback):
             raise RuntimeError("on purpose")
 
 
+def test_metrics_that_come_late_change_nothing_but_themselves(tmp_path: Path) -> None:
+    class Late(TrainerCallback):
+        def on_step_end(self, state: Any, trainer: Any) -> None:
+            if state.global_step == 4:  # as the duration of a save in the background
+                trainer.record_metric("late/value", 7.0, step=2)
+
+    saver = MetricSaverCallback(save_interval=2)
+    tiny_trainer(tmp_path, [saver, Late()], max_steps=5).train()
+    second = read(tmp_path / "out/metrics_step2.json")
+    assert second["_step"] == 2 and second["_steps"]["train/CE loss"] == 2
+    assert second["late/value"] == 7.0 and second["_steps"]["late/value"] == 2
+    last = read(tmp_path / "out/metrics.json")
+    assert last["late/value"] == 7.0 and last["_steps"]["train/CE loss"] == 5
+
+
 def test_files_at_steps_and_at_the_end_tell_the_step_of_each_value(tmp_path: Path) -> None:
     saver = MetricSaverCallback(save_interval=2, fixed_steps=[3])
     tiny_trainer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,14 @@ class JsonLogger(TrainerCallback):
         self.writer = JsonLogWriter(file_name or FILE_NAMES[format], format)
         self.kwargs = plain_value(kwargs)
         self._start_step = 0
+        self._started: dict[str, float] = {}
         self._loaded: str | None = None
         self._active = False
         self._logged: tuple[int, dict[str, Any]] = (-1, {})
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._start_step = state.global_step
+        self._started = {"epoch": state.epoch, "timestamp": time.time()}
         self._active = state.is_world_process_zero
         problem = _find_obstacle(log_folder(args) / self.writer.filename)
         if self._active and problem is not None:
@@ -110,6 +113,7 @@ class JsonLogger(TrainerCallback):
         facts: dict[str, Any] = {"global_step": state.global_step}
         if kind != "rollback":
             facts = {
+                **self._started,  # the file is opened after a step, its first record is of before
                 "global_step": self._start_step,
                 "run_id": getattr(trainer, "run_id", None),
                 "run_name": getattr(args, "run_name", None),

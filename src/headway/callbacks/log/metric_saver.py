@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -118,8 +119,11 @@ class MetricSaverCallback(TrainerCallback):
             self._history.write_record(step, epoch, captured, type="metrics")
         periodic = self.save_interval is not None and step % self.save_interval == 0
         if step > 0 and (periodic or step in self.fixed_steps):
-            name = self.step_metrics_fname.replace("{step}", str(step))
-            self._write(Path(args.output_dir) / name)
+            path = Path(args.output_dir) / self.step_metrics_fname.replace("{step}", str(step))
+            if step < self._metrics_step:
+                _add_late(path, step, captured)
+            else:
+                self._write(path)
 
     def on_evaluate(
         self,
@@ -158,8 +162,9 @@ class MetricSaverCallback(TrainerCallback):
 
     def _capture(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         captured = {name: metrics[name] for name in metrics if self._patterns.match(name)}
-        self._metrics.update(captured)
-        self._steps.update(dict.fromkeys(captured, step))
+        newest = {n: v for n, v in captured.items() if step >= self._steps.get(n, step)}
+        self._metrics.update(newest)
+        self._steps.update(dict.fromkeys(newest, step))
         self._metrics_step = max(self._metrics_step, step)
         return captured
 
@@ -167,6 +172,17 @@ class MetricSaverCallback(TrainerCallback):
         path.parent.mkdir(parents=True, exist_ok=True)
         figures = {**self._metrics, "_step": self._metrics_step, "_steps": self._steps}
         write_json(path, plain_value(figures))
+
+
+def _add_late(path: Path, step: int, captured: Mapping[str, Any]) -> None:
+    """Add metrics of a step that come when later steps are known, and change nothing else."""
+    try:
+        figures = json.loads(path.read_text())
+    except FileNotFoundError:
+        figures = {"_step": step, "_steps": {}}
+    figures |= plain_value(captured)
+    figures["_steps"] |= dict.fromkeys(captured, step)
+    write_json(path, figures)
 
 
 def _is_step(value: Any) -> bool:
