@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import math
 import struct
+import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -351,3 +352,27 @@ class TestLogger:
             trainer = _run(tmp_path, [TBLogger(tmp_path / "tb")], 2)
         assert trainer.state.global_step == 2
         assert "TBLogger" in caplog.text
+
+
+def test_a_burst_of_values_loses_none(tmp_path, monkeypatch):
+    released = threading.Event()
+
+    class Held(event_file.Sender):
+        """Runs nothing until someone waits for it, so that the queue fills up."""
+
+        def submit(self, call, **more):
+            return super().submit(lambda: released.wait(20) and call(), **more)
+
+        def drain(self, timeout_s):
+            released.set()
+            return super().drain(timeout_s)
+
+    monkeypatch.setattr(event_file, "_CAPACITY", 20)
+    monkeypatch.setattr(event_file, "Sender", Held)
+    writer = ResumableSummaryWriter(str(tmp_path))
+    writer.add_scalar("a", 0, 0)
+    released.clear()
+    for step in range(1, 200):
+        writer.add_scalar("a", step, step)
+    writer.close()
+    assert _steps(tmp_path, "a") == list(range(200))

@@ -46,6 +46,7 @@ class EventFile:
 
     def add_event(self, event: Any) -> None:
         data = event.SerializeToString()
+        self._make_room()
         self._sender.submit(lambda: self._records.write(data))
 
     def mark_start(self, step: int) -> None:
@@ -67,8 +68,14 @@ class EventFile:
 
     def flush(self) -> None:
         """Have everything in the file, so that the end of this process cannot lose it."""
+        self._make_room()
         self._sender.submit(self._file.flush, must_arrive=True)
         self._sender.drain(_WAIT_S)
+
+    def _make_room(self) -> None:
+        # A file keeps up but for bursts; only a disk that hangs may cost a value.
+        if self._sender.num_waiting >= _CAPACITY:
+            self._sender.drain(_WAIT_S)
 
     def close(self) -> None:
         if self._sender.close(_WAIT_S):
