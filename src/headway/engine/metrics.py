@@ -102,6 +102,7 @@ class MetricBuffer:
     def __init__(self) -> None:
         self._steps: Steps = {}
         self._reduce_types: dict[str, ReduceType | None] = {}
+        self._told: set[str] = set()
 
     def record(
         self,
@@ -140,7 +141,11 @@ class MetricBuffer:
 
     def _merge(self, name: str, entry: Entry, value: Value, merge: MetricMergeStrategy) -> None:
         if merge is MetricMergeStrategy.warn:
-            logger.warning("metric %r was recorded twice in one step; the first value stays", name)
+            if name not in self._told:
+                self._told.add(name)
+                logger.warning(
+                    "metric %r was recorded twice in one step; the first value stays", name
+                )
         elif merge is MetricMergeStrategy.latest:
             entry.value = value
         elif merge is not MetricMergeStrategy.oldest:

@@ -63,6 +63,14 @@ class Fail(TrainerCallback):
             raise RuntimeError("power")
 
 
+class Late(TrainerCallback):
+    """Tells of an old step, as a save in the background does when it is done."""
+
+    def on_step_end(self, state, trainer) -> None:
+        if state.global_step == 4:
+            trainer.record_metric("late/x", 5.0, step=1)
+
+
 def test_an_offline_run_and_its_resume_are_one_run_without_a_gap(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     common = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "num_samples": 64}
@@ -76,7 +84,7 @@ def test_an_offline_run_and_its_resume_are_one_run_without_a_gap(tmp_path, monke
     first, second = WandBCallback(**options), WandBCallback(**options)
     with pytest.raises(RuntimeError, match="power"):
         tiny_trainer(tmp_path, [first, Fail()], **common).train()
-    tiny_trainer(tmp_path, [second], resume_from_checkpoint=True, **common).train()
+    tiny_trainer(tmp_path, [second, Late()], resume_from_checkpoint=True, **common).train()
     import wandb
 
     wandb.teardown()  # its process writes the end of a file some time after `finish`
@@ -97,6 +105,7 @@ def test_an_offline_run_and_its_resume_are_one_run_without_a_gap(tmp_path, monke
     assert [row["_step"] for row in after if "train/CE loss" in row] == [3, 4]
     assert [row[STEP] for row in after if "train/CE loss" in row] == [3, 4]
     assert [row[RESUMED] for row in after if RESUMED in row] == [2]
+    assert [row["late/x"] for row in after if "late/x" in row] == [5.0]
 
     assert [r.exit.exit_code for r in records[0] if r.HasField("exit")] == [1]
     assert [r.exit.exit_code for r in records[1] if r.HasField("exit")] == [0]

@@ -86,8 +86,10 @@ def test_a_repeat_warns_by_default_and_keeps_the_first(caplog):
     with caplog.at_level(logging.WARNING):
         buffer.record(1, "x", 1.0)
         buffer.record(1, "x", 2.0)
-    assert flushed(buffer)[1]["x"] == 1.0
-    assert "'x' was recorded twice" in caplog.text
+        assert flushed(buffer)[1]["x"] == 1.0
+        buffer.record(2, "x", 1.0)
+        buffer.record(2, "x", 2.0)
+    assert caplog.text.count("'x' was recorded twice") == 1  # not at every step
 
 
 def test_one_reduce_type_for_the_whole_run():

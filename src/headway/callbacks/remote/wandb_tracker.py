@@ -176,7 +176,13 @@ class WandBCallback(Tracker):
         self._run.log({RESUMED: step, STEP: step + 1}, step=step + 1 + self._offset)
 
     def send(self, step: int, figures: dict[str, float]) -> None:
-        self._run.log({**figures, STEP: step}, step=step + self._offset)
+        at, reached = step + self._offset, int(self._run.step)
+        if at < reached:
+            # W&B drops a row before its counter. What comes late, as the duration of a save, joins
+            # the row that it has reached, which keeps its own step.
+            self._run.log(figures, step=reached)
+        else:
+            self._run.log({**figures, STEP: step}, step=at)
 
     def mark_rewind(self, step: int) -> None:
         self._offset = max(self._offset, int(self._run.step) - step)
