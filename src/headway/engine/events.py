@@ -263,8 +263,14 @@ class EventBus:
         if name in self.disabled:  # it failed again, in `on_close` or in `state_dict`
             logger.debug("disabled callback %r failed in %s", name, where, exc_info=error)
             return True
-        logger.warning(
-            "callback %r failed in %s and is disabled; training goes on without it",
+        # Warnings of ranks other than the first are not shown, as all ranks would give the same
+        # ones; what failed on such a rank alone would then never be told.
+        alone = not self.state.is_world_process_zero
+        alone = alone and not getattr(error, "told_by_all_ranks", False)
+        who = f"rank {getattr(self.args, 'process_index', '?')}: " if alone else ""
+        logger.log(
+            logging.ERROR if alone else logging.WARNING,
+            f"{who}callback %r failed in %s and is disabled; training goes on without it",
             name,
             where,
             exc_info=error,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from headway import ConfigError, TrainerCallback
 from headway.config.load import load_run
+from headway.engine.events import EventBus
+from headway.engine.state import TrainerControl, TrainerState
 from headway.testing import tiny_trainer
 
 
@@ -46,6 +49,20 @@ class Observer(TrainerCallback):
 class Healthy(Observer):
     def hear(self, event):
         self.heard.append(event)
+
+
+@pytest.mark.parametrize(("shared", "level"), [(False, logging.ERROR), (True, logging.WARNING)])
+def test_what_fails_on_another_rank_alone_is_told_by_it(shared, level, caplog):
+    """Ranks other than the first show errors only."""
+    error = RuntimeError("the disk is full")
+    error.told_by_all_ranks = shared
+    state = TrainerState(is_world_process_zero=False)
+    bus = EventBus(SimpleNamespace(process_index=3), state, TrainerControl())
+    bus.add(Observer(error=error))
+    bus.fire("on_step_end")
+    [record] = [r for r in caplog.records if "is disabled" in r.getMessage()]
+    assert record.levelno == level
+    assert record.getMessage().startswith("rank 3: callback") == (not shared)
 
 
 def test_a_failing_observer_is_disabled_and_the_run_goes_on(tmp_path, caplog):

@@ -26,6 +26,8 @@ T = TypeVar("T")
 class SharedFailure(RuntimeError):
     """Something failed on some rank; every rank has these same words for it."""
 
+    told_by_all_ranks = True
+
 
 def num_ranks() -> int:
     """How many processes there are to talk to, this one included."""
