@@ -128,7 +128,10 @@ def test_copies_run_beside_the_computation(tmp_path):
                 self.profile.__exit__(None, None, None)
 
     watch = Profile()
-    make(tmp_path, 8, [watch], logging_steps=100, enable_activation_offloading=True).train()
+    # Large enough that neither the kernels nor the copies wait for the host to start them.
+    large = {**SHAPE, "hidden_size": 2048, "num_heads": 16, "num_layers": 4}
+    offload = {"enable_activation_offloading": True, "per_device_train_batch_size": 32}
+    make(tmp_path, 8, [watch], large, logging_steps=100, **offload).train()
     kernels, copies = [], []
     for event in watch.profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
