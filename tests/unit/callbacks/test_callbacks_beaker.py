@@ -70,13 +70,17 @@ def beaker(folder: Path, client: Client, **more: Any) -> BeakerCallback:
     return BeakerCallback("01EXP", enabled=True, client=client, result_dir=folder, **more)
 
 
+@pytest.mark.parametrize(
+    ("given", "collected"), [(2, 1), (None, 2)], ids=["its own interval", "that of the metrics"]
+)
 def test_the_description_follows_the_run_and_ends_with_its_outcome(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int | None, collected: int
 ) -> None:
     client, ticks = Client(), Ticks()
     monkeypatch.setattr(module, "clock", ticks)
-    mine = beaker(tmp_path / "results", client, update_interval=2, description="my run")
-    tiny_trainer(tmp_path, [ticks, mine], num_samples=32, max_steps=8).train()
+    mine = beaker(tmp_path / "results", client, update_interval=given, description="my run")
+    lengths = {"num_samples": 32, "max_steps": 8, "metrics_collect_interval": collected}
+    tiny_trainer(tmp_path, [ticks, mine], **lengths).train()
     ids, texts = zip(*client.told)
     assert set(ids) == {"01EXP"}
     assert [text.splitlines()[1] for text in texts] == [

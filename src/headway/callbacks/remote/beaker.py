@@ -57,9 +57,10 @@ class Progress:
 class BeakerCallback(TrainerCallback):
     """Writes percent, step, tokens, time left and speed into the description of a Beaker job.
 
-    At most every 10 seconds, every `update_interval` steps (None: `logging_steps`), and at the end
-    with the outcome. `enabled=None`: in a batch job of Beaker, and nowhere else. `experiment_id`
-    is the variable `BEAKER_EXPERIMENT_ID` unless given. `description` stands before all that.
+    At most every 10 seconds, every `update_interval` steps (None: `metrics_collect_interval`), and
+    at the end with the outcome. `enabled=None`: in a batch job of Beaker, and nowhere else.
+    `experiment_id` is the variable `BEAKER_EXPERIMENT_ID` unless given. `description` stands before
+    all that.
     `config` (None: the run's arguments) and the installed packages are written to `result_dir`.
     `client` is a `beaker.Beaker`, made from the environment unless given.
     """
@@ -158,7 +159,7 @@ class BeakerCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         if self._sender is None:
             return
-        interval = self.update_interval or state.logging_steps
+        interval = self.update_interval or args.metrics_collect_interval
         due = self._last_update is None or clock() - self._last_update >= _LEAST_GAP_S
         if due and state.global_step % interval == 0:
             self._update(state)
