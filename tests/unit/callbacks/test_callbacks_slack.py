@@ -184,10 +184,17 @@ def test_an_absent_server_is_a_warning_without_the_address(
     assert "hidden" not in caplog.text
 
 
-def test_the_environment_names_the_webhook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tiny_trainer(tmp_path, [SlackNotifierCallback()], max_steps=1)
-    with pytest.raises(ConfigError, match="SLACK_WEBHOOK_URL"):
-        run.train()
+def test_the_environment_names_the_webhook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for given in (None, "hooks.slack.com/x"):
+        if given is not None:
+            monkeypatch.setenv("SLACK_WEBHOOK_URL", given)
+        run = tiny_trainer(tmp_path, [SlackNotifierCallback()], max_steps=1)
+        with pytest.raises(ConfigError, match="SLACK_WEBHOOK_URL"):
+            run.train()
+    assert "a call failed" not in caplog.text  # the error says it all
+    monkeypatch.delenv("SLACK_WEBHOOK_URL")
     tiny_trainer(tmp_path, [SlackNotifierCallback(notifications="none")], max_steps=1).train()
     tiny_trainer(tmp_path, [SlackNotifierCallback(enabled=False)], max_steps=1).train()
     with local_server() as server:

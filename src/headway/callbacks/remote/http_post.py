@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 
 from headway.errors import ConfigError
 
+Make = Callable[[], tuple[bytes, Mapping[str, str]]]
+"""Body and headers of a message."""
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 30.0
 _MOST_BYTES = 1 << 16
@@ -58,7 +60,7 @@ def host_of(url: str) -> str:
 
 def post(
     url: str,
-    make: Callable[[], tuple[bytes, Mapping[str, str]]],
+    make: Make,
     *,
     timeout_s: float,
     max_retries: int,

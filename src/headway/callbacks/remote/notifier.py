@@ -1,8 +1,8 @@
 """What all notifiers share: which moments of a run are told, and what is said of them.
 
-Owns: the path from events to a message on the sender's thread, who speaks when a rank fails, and
-the end of a run with its outcome. Does not own: the form of a message (slack.py, webhook.py),
-attempts (http_post.py), the queue (sender.py).
+Owns: the path from events to a message on the sender's thread, the address, who speaks when a rank
+fails, and the end of a run with its outcome. Does not own: the form of a message (slack.py,
+webhook.py), attempts (http_post.py), the queue (sender.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from headway.callbacks.log.json_values import plain_value
+from headway.callbacks.remote.credentials import variable
+from headway.callbacks.remote.http_post import Make, check_url, post
 from headway.callbacks.remote.sender import Sender
 from headway.callbacks.watch.ranges import require_count, require_flag, require_positive
 from headway.engine.events import TrainerCallback
@@ -62,12 +64,16 @@ class Notifier(TrainerCallback, ABC):
 
     failure_policy = "disable"
     priority = -1
+    url_option: ClassVar[str] = "url"
+    url_variable: ClassVar[str]
+    """The environment variable that names the address if the option does not."""
     name: str | None = None  # type: ignore[assignment]
     """The run's name in messages. The callback goes by its class."""
 
     def __init__(
         self,
         *,
+        url: str | None,
         name: str | None,
         enabled: bool,
         timeout_s: float,
@@ -82,6 +88,7 @@ class Notifier(TrainerCallback, ABC):
         require_count("max_retries", max_retries)
         require_count("queue_size", queue_size, least=1)
         require_positive("close_timeout_s", close_timeout_s)
+        self._url = None if url is None else check_url(type(self).__name__, self.url_option, url)
         self.name, self.enabled = name, enabled
         self.timeout_s, self.max_retries = timeout_s, max_retries
         self.queue_size, self.close_timeout_s = queue_size, close_timeout_s
@@ -96,16 +103,34 @@ class Notifier(TrainerCallback, ABC):
         return type(self).__name__
 
     @abstractmethod
-    def find_address(self) -> None:
-        """Raise a ConfigError when it is not known whom to tell."""
-
-    @abstractmethod
     def wants(self, moment: str) -> bool:
         """Whether a moment (of `MOMENTS`) is to be told."""
 
     @abstractmethod
-    def deliver(self, report: Report, closing: threading.Event) -> None:
+    def compose(self, report: Report) -> Make:
+        """What makes the body and headers of a message, anew for each attempt."""
+
+    def find_address(self) -> str:
+        """Where messages go; a ConfigError when that is not known."""
+        if self._url is not None:
+            return self._url
+        kind, url = type(self).__name__, variable(self.url_variable)
+        if url is None:
+            raise ConfigError(
+                f"{kind}: no address; give {self.url_option}, set the environment variable "
+                f"{self.url_variable}, or switch it off by enabled: false"
+            )
+        return check_url(kind, self.url_variable, url)
+
+    def deliver(self, report: Report, address: str, closing: threading.Event) -> None:
         """Send a message. On the sender's thread."""
+        post(
+            address,
+            self.compose(report),
+            timeout_s=self.timeout_s,
+            max_retries=self.max_retries,
+            closing=closing,
+        )
 
     # The run
 
@@ -168,6 +193,10 @@ class Notifier(TrainerCallback, ABC):
     ) -> None:
         if not self.enabled or not self.wants(moment) or not _speaks(state, args, error):
             return
+        try:
+            address = self.find_address()
+        except ConfigError:
+            return  # which ends the run before its first step, and is told there
         told, trace = (None, ()) if error is None else _explain(error)
         report = Report(
             moment=moment,
@@ -190,7 +219,7 @@ class Notifier(TrainerCallback, ABC):
         closing = self._closing
         # Figures are many, and later ones make up for earlier ones; how a run ended is told once.
         must_arrive = moment not in ("log", "evaluate")
-        self._sender.submit(lambda: self.deliver(report, closing), must_arrive=must_arrive)
+        self._sender.submit(lambda: self.deliver(report, address, closing), must_arrive=must_arrive)
 
 
 def _speaks(state: TrainerState, args: Any, error: BaseException | None) -> bool:

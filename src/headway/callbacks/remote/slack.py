@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import enum
 import json
-import threading
 from typing import Any
 
-from headway.callbacks.remote.credentials import variable
-from headway.callbacks.remote.http_post import check_url, post
+from headway.callbacks.remote.http_post import Make
 from headway.callbacks.remote.notifier import Notifier, Report, beaker_link
 from headway.errors import ConfigError, unknown
 
-ENVIRONMENT = "SLACK_WEBHOOK_URL"
 # Slack cuts a message after 40,000 characters; a long line of a traceback must not eat the rest.
 _MOST_CHARACTERS = 8_000
 _OUTCOMES = {
@@ -51,6 +48,8 @@ class SlackNotifierCallback(Notifier):
     times more, on a thread of its own; the end of a run waits `close_timeout_s` for it at most.
     """
 
+    url_option, url_variable = "webhook_url", "SLACK_WEBHOOK_URL"
+
     def __init__(
         self,
         name: str | None = None,
@@ -64,6 +63,7 @@ class SlackNotifierCallback(Notifier):
         close_timeout_s: float = 10.0,
     ) -> None:
         super().__init__(
+            url=webhook_url,
             name=name,
             enabled=enabled,
             timeout_s=timeout_s,
@@ -75,37 +75,13 @@ class SlackNotifierCallback(Notifier):
             allowed = [setting.value for setting in SlackNotificationSetting]
             raise ConfigError(unknown("notifications", str(notifications), allowed))
         self.notifications = SlackNotificationSetting(notifications)
-        if webhook_url is not None:
-            webhook_url = check_url("SlackNotifierCallback", "webhook_url", webhook_url)
-        self._webhook_url = webhook_url
-
-    def find_address(self) -> None:
-        self._address()
 
     def wants(self, moment: str) -> bool:
         return moment in _WANTED[self.notifications]
 
-    def deliver(self, report: Report, closing: threading.Event) -> None:
+    def compose(self, report: Report) -> Make:
         body = json.dumps({"text": make_text(report)}).encode()
-        post(
-            self._address(),
-            lambda: (body, {"Content-Type": "application/json"}),
-            timeout_s=self.timeout_s,
-            max_retries=self.max_retries,
-            closing=closing,
-        )
-
-    def _address(self) -> str:
-        url = self._webhook_url
-        if url is None:
-            url = variable(ENVIRONMENT)
-            if url is None:
-                raise ConfigError(
-                    "SlackNotifierCallback: no webhook; set the environment variable "
-                    f"{ENVIRONMENT} or give webhook_url (or notifications='none')"
-                )
-            url = check_url("SlackNotifierCallback", ENVIRONMENT, url)
-        return url
+        return lambda: (body, {"Content-Type": "application/json"})
 
 
 def make_text(report: Report) -> str:

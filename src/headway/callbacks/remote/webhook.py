@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -14,11 +13,11 @@ from typing import Any
 
 from headway.callbacks.log.json_values import plain_value
 from headway.callbacks.remote.credentials import variable
-from headway.callbacks.remote.http_post import check_url, post
+from headway.callbacks.remote.http_post import Make
 from headway.callbacks.remote.notifier import MOMENTS, Notifier, Report
 from headway.errors import ConfigError, unknown
 
-URL_VARIABLE, SECRET_VARIABLE = "HEADWAY_WEBHOOK_URL", "HEADWAY_WEBHOOK_SECRET"
+SECRET_VARIABLE = "HEADWAY_WEBHOOK_SECRET"
 SIGNATURE_HEADER = "X-Headway-Signature"
 TIMESTAMP_HEADER = "X-Headway-Timestamp"
 DELIVERY_HEADER = "X-Headway-Delivery"
@@ -58,6 +57,8 @@ class WebhookCallback(Notifier):
     waits `close_timeout_s` for what is left. A message has the same delivery id in every attempt.
     """
 
+    url_variable = "HEADWAY_WEBHOOK_URL"
+
     def __init__(
         self,
         url: str | None = None,
@@ -73,6 +74,7 @@ class WebhookCallback(Notifier):
         close_timeout_s: float = 10.0,
     ) -> None:
         super().__init__(
+            url=url,
             name=name,
             enabled=enabled,
             timeout_s=timeout_s,
@@ -88,17 +90,13 @@ class WebhookCallback(Notifier):
         if secret is not None and (not isinstance(secret, str) or not secret):
             raise ConfigError("secret: must be text that is not empty, or none")
         self.events = tuple(events)
-        self._url = None if url is None else check_url("WebhookCallback", "url", url)
         self._secret = secret
         self._headers = _check_headers(headers)
-
-    def find_address(self) -> None:
-        self._address()
 
     def wants(self, moment: str) -> bool:
         return moment in self.events
 
-    def deliver(self, report: Report, closing: threading.Event) -> None:
+    def compose(self, report: Report) -> Make:
         body, delivery = make_body(report), uuid.uuid4().hex
         secret = self._secret or variable(SECRET_VARIABLE)
 
@@ -116,24 +114,7 @@ class WebhookCallback(Notifier):
                 headers[SIGNATURE_HEADER] = sign(secret, timestamp, body)
             return body, headers
 
-        post(
-            self._address(),
-            make,
-            timeout_s=self.timeout_s,
-            max_retries=self.max_retries,
-            closing=closing,
-        )
-
-    def _address(self) -> str:
-        if self._url is not None:
-            return self._url
-        url = variable(URL_VARIABLE)
-        if url is None:
-            raise ConfigError(
-                f"WebhookCallback: no address; give url or set the environment variable "
-                f"{URL_VARIABLE}"
-            )
-        return check_url("WebhookCallback", URL_VARIABLE, url)
+        return make
 
 
 def make_body(report: Report) -> bytes:
