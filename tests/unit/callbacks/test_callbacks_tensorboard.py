@@ -277,6 +277,7 @@ class TestLogger:
         assert [e.step for e in found.Scalars("eval-loss")] == [8]
         loss, perplexity = found.Scalars("eval-loss")[0], found.Scalars("eval-perplexity")[0]
         assert perplexity.value == pytest.approx(math.exp(loss.value), rel=1e-5)
+        assert "eval_perplexity" not in found.Tags()["scalars"], "one figure, one name"
         texts = Counter({t: len(found.Tensors(t)) for t in found.Tags()["tensors"]})
         assert texts["training_info/text_summary"] == 1
         assert texts["train_results/text_summary"] == 1

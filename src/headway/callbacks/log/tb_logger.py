@@ -115,6 +115,9 @@ class TBLogger(TrainerCallback):
         defaults = default_tb_scalars()
         self._named = {spec.source for spec in self.specs}
         self._named |= {TBScalarSpec.of(tag, defaults.get(tag, {})).source for tag in removed}
+        # A figure that a curve computes may be in the record as well: it has that curve's tag.
+        derived = (spec.tag for spec in self.specs if spec.transform is not None)
+        self._named |= {tag.replace("-", "_") for tag in (*derived, *removed)}
         self.experiment_info = experiment_info
         self.step_metrics = step_metrics
         self._finds = summary_writer is None
