@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from headway import __version__
+from headway.config.components import is_component
 from headway.config.schema import Component, RunConfig
 from headway.config.secrets import names_secret
 from headway.errors import ConfigError
@@ -78,8 +79,9 @@ def write_snapshot(run_dir: str | Path, snapshot: dict[str, Any]) -> None:
 def redact(value: Any, key: str = "") -> Any:
     """A copy without secrets: text under a key that names one, logins in URLs, webhooks' paths."""
     if isinstance(value, dict):
-        # What lies below a secret is secret too, whatever it is called there.
-        hidden = names_secret(key)
+        # What lies below a secret is secret too, whatever it is called there; but a component has
+        # a name of the user's choice, and what is secret in it has a name of its own.
+        hidden = names_secret(key) and not is_component(value)
         return {name: redact(item, key if hidden else str(name)) for name, item in value.items()}
     if isinstance(value, list):
         return [redact(item, key) for item in value]

@@ -119,12 +119,23 @@ def test_redaction():
         "tokenizer": "bytes",
         "secrets": ["a"],
         "url": "s3://u:p@h/x",
+        "credentials": {"user": "a"},
+        "callbacks": {
+            "slack_webhook": {"class_path": "A", "init_args": {"webhook_url": "b", "name": "c"}}
+        },
     }
     assert redact(given) == {
         "global_batch_tokens": 5,
         "tokenizer": "bytes",
         "secrets": ["<redacted>"],
         "url": "s3://***@h/x",
+        "credentials": {"user": "<redacted>"},
+        "callbacks": {  # a component's name is the user's, and hides nothing in it
+            "slack_webhook": {
+                "class_path": "A",
+                "init_args": {"webhook_url": "<redacted>", "name": "c"},
+            }
+        },
     }
     assert redact_command(["--token", "abc", "x=1"]) == ["--token", "<redacted>", "x=1"]
 
