@@ -21,6 +21,7 @@ from callback_lives import LAST_STEP, Life, component, group_of, live, live_on_r
 from headway import TrainerCallback
 from headway.config import load_run
 from headway.config.components import instantiate
+from headway.config.registry import short_names
 from headway.config.schema import Component
 from headway.engine.events import EVENTS
 from headway.testing import assert_no_import, count_host_syncs, run_ranks
@@ -73,6 +74,7 @@ def test_every_callback_has_a_case() -> None:
     assert sorted(CASES) == NAMES, "the table of cases and what the library exports differ"
     assert {group_of(name) for name in NAMES} == set(GROUPS)
     assert all(isfunction(value) for value in other_exports().values())
+    assert sorted(short_names("callbacks")) == NAMES, "a run file can make callbacks alone"
 
 
 def test_importing_them_imports_neither_torch_nor_a_service() -> None:

@@ -71,6 +71,9 @@ __all__ = [
     "reporting_callbacks",
 ]
 
+SETTINGS = ("CometNotificationSetting", "SlackNotificationSetting")
+"""Exports that are values of a callback's option and no callbacks: a run file cannot make one."""
+
 __getattr__, __dir__ = lazy_exports(
     __name__,
     __all__,

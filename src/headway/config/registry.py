@@ -65,7 +65,9 @@ def short_names(slot: str) -> dict[str, str]:
     package = _PUBLIC_CLASSES.get(slot)
     if package is None:
         return _TABLE[slot]
-    names = getattr(importlib.import_module(package), "__all__", ())
+    module = importlib.import_module(package)
+    others = getattr(module, "SETTINGS", ())
+    names = [name for name in getattr(module, "__all__", ()) if name not in others]
     return {name: f"{package}.{name}" for name in names if name[:1].isupper()}
 
 
