@@ -73,6 +73,7 @@ class Late(TrainerCallback):
 
 def test_an_offline_run_and_its_resume_are_one_run_without_a_gap(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "")  # as if it were not set
     common = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "num_samples": 64}
     options = {
         "mode": "offline",

@@ -33,6 +33,12 @@ def preset(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+def drop_blank(name: str) -> None:
+    """An environment variable that is set to nothing is not set, also for the service's package."""
+    if not os.environ.get(name, "x").strip():
+        del os.environ[name]
+
+
 def netrc_password(url: str) -> str | None:
     """The password that the user's netrc file holds for the host of a URL."""
     host = urlsplit(url).hostname or ""

@@ -121,6 +121,7 @@ class WandBCallback(Tracker):
     def open_run(self, facts: RunFacts) -> None:
         # Not before the callback is used: the package takes seconds to import.
         credentials.preset("WANDB_SILENT", "true")
+        credentials.drop_blank("WANDB_MODE")  # which W&B would refuse
         import wandb
 
         saved = self._resumed_state if facts.resumed_step else {}
