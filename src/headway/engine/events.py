@@ -268,12 +268,15 @@ class EventBus:
         alone = not self.state.is_world_process_zero
         alone = alone and not getattr(error, "told_by_all_ranks", False)
         who = f"rank {getattr(self.args, 'process_index', '?')}: " if alone else ""
+        # A full disk is no mistake in a program: where it was noticed is for the debug log.
+        is_plain = isinstance(error, OSError) and not logger.isEnabledFor(logging.DEBUG)
         logger.log(
             logging.ERROR if alone else logging.WARNING,
-            f"{who}callback %r failed in %s and is disabled; training goes on without it",
+            f"{who}callback %r failed in %s and is disabled; training goes on without it%s",
             name,
             where,
-            exc_info=error,
+            f" ({type(error).__name__}: {error})" if is_plain else "",
+            exc_info=None if is_plain else error,
         )
         self.disabled[name] = f"{where}: {type(error).__name__}: {error}"
         self._rebuild()

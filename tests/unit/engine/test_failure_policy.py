@@ -65,6 +65,17 @@ def test_what_fails_on_another_rank_alone_is_told_by_it(shared, level, caplog):
     assert record.getMessage().startswith("rank 3: callback") == (not shared)
 
 
+@pytest.mark.parametrize("level", [logging.WARNING, logging.DEBUG])
+def test_a_full_disk_is_told_in_one_line_unless_one_looks_closely(level, caplog):
+    bus = EventBus(SimpleNamespace(), TrainerState(), TrainerControl())
+    bus.add(Observer(error=OSError(28, "No space left on device")))
+    with caplog.at_level(level, "headway.engine.events"):
+        bus.fire("on_step_end")
+    [record] = [r for r in caplog.records if "is disabled" in r.getMessage()]
+    assert (record.exc_info is None) == (level > logging.DEBUG)
+    assert level == logging.DEBUG or "No space left on device" in record.getMessage()
+
+
 def test_a_failing_observer_is_disabled_and_the_run_goes_on(tmp_path, caplog):
     failing, other = Observer(), Healthy()
     trainer = tiny_trainer(tmp_path, [failing, other], max_steps=3)
