@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -82,10 +83,29 @@ class TrainerCallback:
     from then on. Its `ConfigError` before the first step still ends the run.
     """
 
+    _bus: EventBus | None = None
+
     @property
     def name(self) -> str:
         """Identifies the callback in messages and in checkpoints."""
         return type(self).__name__
+
+    def block_ephemeral_checkpoints(self) -> None:
+        """No ephemeral saves until `unblock_ephemeral_checkpoints`; on all ranks alike."""
+        bus, name = self._registration()
+        bus.ephemeral_blockers.add(name)
+
+    def unblock_ephemeral_checkpoints(self) -> None:
+        """This callback has nothing against ephemeral saves; others may."""
+        bus, name = self._registration()
+        bus.ephemeral_blockers.discard(name)
+
+    def _registration(self) -> tuple[EventBus, str]:
+        names = [] if self._bus is None else self._bus.callbacks.items()
+        found = next((name for name, callback in names if callback is self), None)
+        if self._bus is None or found is None:
+            raise RuntimeError(f"{self.name} is registered with no trainer")
+        return self._bus, found
 
 
 def _is_foreign_base(cls: type) -> bool:
@@ -160,6 +180,9 @@ class EventBus:
         """Who first asked to end the run: (callback name, event, "stop" or "abort")."""
         self.disabled: dict[str, str] = {}
         """Callbacks that failed and are called no more: name -> what happened."""
+        self.ephemeral_blockers: set[str] = set()
+        """Who wants no ephemeral saves for now; none is made while there is anybody."""
+        self._delivering: tuple[str, int] | None = None
         self._callbacks: list[tuple[str, Any]] = []
         self._handlers: dict[str, list[tuple[str, Handler]]] = {event: [] for event in EVENTS}
 
@@ -168,9 +191,16 @@ class EventBus:
         """Registered callbacks by unique name, in the order in which they are called."""
         return dict(self._callbacks)
 
+    @property
+    def delivering(self) -> str | None:
+        """The callback in whose handler the calling thread is, if it is in one."""
+        current = self._delivering
+        return current[0] if current and current[1] == threading.get_ident() else None
+
     def restart(self) -> None:
         """A run begins: nothing is asked for, nobody has stopped it, no callback has failed."""
         self.control, self.stopped_by = TrainerControl(), None
+        self.ephemeral_blockers.clear()
         if self.disabled:
             self.disabled.clear()
             self._rebuild()
@@ -197,6 +227,8 @@ class EventBus:
             count += 1
             unique = f"{wanted}_{count}"
         self._callbacks.append((unique, callback))
+        if isinstance(callback, TrainerCallback):
+            callback._bus = self
         self._callbacks.sort(key=lambda entry: -getattr(entry[1], "priority", 0))
         self._rebuild()
         return unique
@@ -207,6 +239,7 @@ class EventBus:
             found = entry[1]
             if isinstance(found, callback) if isinstance(callback, type) else found is callback:
                 self._callbacks.remove(entry)
+                self.ephemeral_blockers.discard(entry[0])
                 self.disabled.pop(entry[0], None)
                 self._rebuild()
                 return found
@@ -236,7 +269,7 @@ class EventBus:
                 self._deliver(name, event, handler, extra)
             except BaseException as error:
                 mistake = isinstance(error, ConfigError) and event in _EVENTS_OF_SETUP
-                if not mistake and self._disable(name, event, error):
+                if not mistake and self.tolerate(name, event, error):
                     continue
                 error.add_note(f"raised by callback {name!r} in {event}")
                 raise
@@ -249,14 +282,14 @@ class EventBus:
             try:
                 self._deliver(name, event, handler, extra)
             except Exception as error:
-                if self._disable(name, event, error):
+                if self.tolerate(name, event, error):
                     continue
                 error.add_note(f"raised by callback {name!r} in {event}")
                 logger.exception("callback %r failed in %s", name, event)
                 errors.append(error)
         return errors
 
-    def _disable(self, name: str, where: str, error: BaseException) -> bool:
+    def tolerate(self, name: str, where: str, error: BaseException) -> bool:
         """Go on without a callback that failed; False where its policy, or the error, forbids."""
         if not isinstance(error, Exception) or _policy(self.callbacks.get(name)) != "disable":
             return False
@@ -286,7 +319,11 @@ class EventBus:
         before = self.control
         was_stopping = before.should_training_stop
         was_aborting = before.should_abort_without_save
-        result = handler(self.args, self.state, before, {**self.kwargs, **extra})
+        outer, self._delivering = self._delivering, (name, threading.get_ident())
+        try:
+            result = handler(self.args, self.state, before, {**self.kwargs, **extra})
+        finally:
+            self._delivering = outer
         control = self.control
         if result is not None and result is not control:
             if not hasattr(result, "should_training_stop"):
@@ -310,7 +347,7 @@ class EventBus:
                 elif _exports_state(callback):
                     states[name] = callback.state()
             except Exception as error:
-                if not self._disable(name, "state_dict", error):
+                if not self.tolerate(name, "state_dict", error):
                     raise
         return states
 
@@ -325,7 +362,7 @@ class EventBus:
                     # from_state makes a new object; the registered one keeps its identity.
                     vars(callback).update(vars(type(callback).from_state(states[name])))
             except Exception as error:
-                if not self._disable(name, "load_state_dict", error):
+                if not self.tolerate(name, "load_state_dict", error):
                     raise
         absent = sorted(set(states) - set(self.callbacks))
         if absent:
@@ -353,8 +390,9 @@ def _exports_state(callback: object) -> bool:
 
 def _adopt(result: Any, previous: TrainerControl) -> TrainerControl:
     adopted = TrainerControl()
-    for flag in adopted.to_dict():
-        setattr(adopted, flag, bool(getattr(result, flag, False)))
+    for flag, usual in adopted.to_dict().items():
+        given = getattr(result, flag, usual)
+        setattr(adopted, flag, bool(given) if isinstance(usual, bool) else given)
     adopted.should_training_stop |= previous.should_training_stop
     adopted.should_abort_without_save |= previous.should_abort_without_save
     return adopted

@@ -21,14 +21,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from headway.args import TrainingArguments
 from headway.checkpoint.background import BackgroundSaver
 from headway.data.loader import Window, WindowLoader
+from headway.dist.agreement import exchange
 from headway.dist.channel import RankChannel
 from headway.dist.watch import at_forced_end
 from headway.engine.best import update_best
+from headway.engine.bookkeeping import Bookkeeping
+from headway.engine.cancel import CancelRequests
 from headway.engine.counts import count_window
 from headway.engine.delivery import MetricDelivery, NonFiniteError
 from headway.engine.events import EventBus
 from headway.engine.flushing import Flusher
 from headway.engine.last_metrics import dump_last_metrics
+from headway.engine.lifetimes import (
+    ANY_SAVE,
+    LASTING_SAVE,
+    REGULAR_SAVE,
+    save_bits,
+    strongest,
+)
 from headway.engine.metrics import (
     GRAD_NORM,
     LOSS_SCALE,
@@ -48,9 +58,9 @@ from headway.strategies.objective import Objective
 logger = logging.getLogger(__name__)
 
 (
-    _LOG, _EVALUATE, _SAVE, _STOP, _ABORT, _ROLLBACK, _SKIP_DATA, _END_EPOCH, _SAVED, _DONE,
-    _INTERRUPT, _SIGINT, _SIGTERM,
-) = (1 << n for n in range(13))  # fmt: skip
+    _LOG, _EVALUATE, _STOP, _ABORT, _ROLLBACK, _SKIP_DATA, _END_EPOCH, _SAVED, _DONE,
+    _INTERRUPT, _SIGINT, _SIGTERM, _CANCEL, _OPERATION,
+) = (1 << n for n in range(14))  # fmt: skip
 _BY_SIGNAL = {signal.SIGINT: _SIGINT, signal.SIGTERM: _SIGTERM}
 
 
@@ -77,17 +87,24 @@ class LoopParts:
     """Deliver a record; the second argument says whether `on_log_step` goes first."""
     evaluate: Callable[[Callable[[], bool]], dict[str, float] | None]
     """Evaluate unless the argument, asked between batches, says to end: then None."""
-    save: Callable[[dict[str, float] | None], None]
+    save: Callable[[dict[str, float] | None, str], None]
+    """Save the current step with its metrics, if it was evaluated, to stay for a lifetime."""
     saves: BackgroundSaver
     deliver_save: Callable[[], None]
     """Announce the save that has ended; raises what it failed with."""
     rollback: Callable[[bool], None]
+    save_at_start: Callable[[str], None]
+    """Keep the state before the first step; it is written once a step went well."""
     on_first_step: Callable[[], None]
     """Called once, when the first step went well."""
     rescue: Callable[[], None]
     """Save the current step after an error, unless it is saved already."""
+    cancel: CancelRequests
+    bookkeeping: Bookkeeping
     channel: RankChannel | None = None
     """On which ranks join metrics; None where there is one rank only."""
+    checkpointed: bool = False
+    """A callback decides when to save: the run's end is saved too, for good if it is complete."""
     relieve: Callable[[], Any] = bool
     """Between steps: give device memory back where there is too little."""
 
@@ -118,7 +135,7 @@ class TrainingLoop:
         self._stepped = False
         self._last_step = LastStep(parts.loader, parts.bus, active=parts.args.save_on_error)
         self._evaluates = parts.eval_trigger.active
-        self._saves = parts.save_trigger.active
+        self._saves = parts.save_trigger.active or parts.checkpointed
 
     def run(self) -> None:
         """Train until the length is done or a stop is asked for."""
@@ -130,6 +147,7 @@ class TrainingLoop:
             )
         try:
             with at_forced_end(self._dump_metrics):
+                self._save_at_start()
                 while not (self._told_to_stop() or self._done):
                     self._epoch()
                 if not self.aborted:
@@ -147,12 +165,19 @@ class TrainingLoop:
         self.delivery.close()
 
     @property
+    def cut_short(self) -> bool:
+        """Whether somebody outside wants it to end, and waits: nothing more than a save then."""
+        return self.interrupted_by is not None or self.parts.cancel.agreed
+
+    @property
     def outcome(self) -> str:
         """How the run ended, in the words of `TrainerState.outcome`."""
         if self.aborted:
             return "aborted"
         if self._done or not self.stopped:
             return "completed"
+        if self.parts.cancel.agreed:
+            return "canceled"
         return "stopped" if self.interrupted_by is None else "interrupted"
 
     def _start(self) -> None:
@@ -170,10 +195,19 @@ class TrainingLoop:
         self._note_stops(self.parts.strategy.agree(wanted))
         return self.stopped
 
+    def _save_at_start(self) -> None:
+        """A save that was asked for in `on_train_begin`: of the state before the first step."""
+        control = self.parts.bus.control
+        wanted = self.parts.strategy.agree(save_bits(control))
+        control.should_save, control.save_lifetime = False, "regular"
+        if wanted and not self._done:
+            self.parts.state.train_seconds = self._clock.of_run(time.monotonic())
+            self.parts.save_at_start(strongest(wanted))
+
     def _outside_bits(self) -> int:
         """What asks from outside for an end."""
-        stop = self.signals.stop_signal
-        return 0 if stop is None else _INTERRUPT | _BY_SIGNAL[stop]
+        bits, stop = _CANCEL * self.parts.cancel.wanted, self.signals.stop_signal
+        return bits if stop is None else bits | _INTERRUPT | _BY_SIGNAL[stop]
 
     def _length_bits(self, now_s: float) -> int:
         p = self.parts
@@ -185,7 +219,10 @@ class TrainingLoop:
         if agreed & _INTERRUPT:
             by = next((s.name for s, bit in _BY_SIGNAL.items() if agreed & bit), "stop_at")
             self.interrupted_by = self.interrupted_by or by
-        self.stopped |= bool(agreed & (_ABORT | _INTERRUPT | _STOP))
+        if agreed & _CANCEL:
+            several = self.parts.args.world_size > 1
+            self.parts.cancel.agree(exchange if several else lambda own: [own])
+        self.stopped |= bool(agreed & (_ABORT | _INTERRUPT | _STOP | _CANCEL))
 
     def _epoch(self) -> None:
         p = self.parts
@@ -276,6 +313,7 @@ class TrainingLoop:
         p, state = self.parts, self.parts.state
         p.relieve()
         self.delivery.deliver()
+        p.bookkeeping.deliver()
         now = time.monotonic()
         seconds = self._clock.of_run(now)
         wanted = self._take_flags()
@@ -284,19 +322,23 @@ class TrainingLoop:
         if p.eval_trigger.due(state, seconds):
             wanted |= _EVALUATE
         if p.save_trigger.due(state, seconds):
-            wanted |= _SAVE
+            wanted |= REGULAR_SAVE
         if self.signals.take_save_request():
-            wanted |= _SAVE
+            wanted |= REGULAR_SAVE
         wanted |= self._outside_bits() | self._length_bits(now)
         if p.saves.finished:
             wanted |= _SAVED
+        wanted |= _OPERATION * p.bookkeeping.shared_is_due
         wanted = p.strategy.agree(wanted)
         self._done = bool(wanted & _DONE)
         if not wanted:
             self.delivery.collect()
             return False
-        if wanted & _SAVED:
-            p.deliver_save()
+        if wanted & (_SAVED | _OPERATION):
+            if wanted & _SAVED:
+                p.deliver_save()
+            if wanted & _OPERATION:
+                p.bookkeeping.deliver_shared()
             wanted |= p.strategy.agree(self._take_flags())
         if wanted & _LOG:
             self._log()
@@ -312,27 +354,29 @@ class TrainingLoop:
         flags = (
             _LOG * control.should_log
             | _EVALUATE * control.should_evaluate
-            | _SAVE * control.should_save
+            | save_bits(control, blocked=bool(self.parts.bus.ephemeral_blockers))
             | _STOP * control.should_training_stop
             | _ABORT * control.should_abort_without_save
             | _ROLLBACK * control.rollback
             | _SKIP_DATA * (control.rollback and control.rollback_skip_data)
             | _END_EPOCH * control.should_epoch_stop
+            | _CANCEL * self.parts.cancel.wanted
         )
         control.should_log = control.should_evaluate = control.should_save = False
+        control.save_lifetime = "regular"
         control.rollback = False
         return flags
 
     def _act(self, wanted: int) -> bool:
         """Evaluate, save, roll back or stop; returns whether the run was rolled back."""
         p, given_up = self.parts, _ABORT | _ROLLBACK
-        due = wanted & _EVALUATE or (wanted & _SAVE and p.args.eval_on_save)
+        due = wanted & _EVALUATE or (wanted & LASTING_SAVE and p.args.eval_on_save)
         if due and not wanted & given_up:
             wanted |= self._evaluate()
             wanted |= p.strategy.agree(self._take_flags())
         # An evaluation may have found that this state is not worth keeping.
-        if wanted & _SAVE and not wanted & given_up:
-            self._save()
+        if wanted & ANY_SAVE and not wanted & given_up:
+            self._save(strongest(wanted))
             wanted |= p.strategy.agree(self._take_flags())
         p.bus.control.should_epoch_stop = bool(wanted & _END_EPOCH)
         if wanted & _ROLLBACK and not wanted & _ABORT:
@@ -349,7 +393,7 @@ class TrainingLoop:
         if p.eval_trigger.due_at_epoch_end(p.state):
             wanted |= _EVALUATE
         if p.save_trigger.due_at_epoch_end(p.state):
-            wanted |= _SAVE
+            wanted |= REGULAR_SAVE
         wanted = p.strategy.agree(wanted)
         if wanted & _LOG:
             self._log()
@@ -422,13 +466,15 @@ class TrainingLoop:
             # The error that ended the run is the one to report.
             logger.exception("save_on_error: the save failed")
 
-    def _save(self) -> None:
+    def _save(self, lifetime: str = "regular") -> None:
         self.delivery.flush()
         p = self.parts
+        if p.checkpointed and self._done:
+            lifetime = "permanent"
         self._saved_step = p.state.global_step
         p.state.train_seconds = self._clock.of_run(time.monotonic())
         evaluated_here = self._evaluated_step == p.state.global_step
-        p.save(self._last_metrics if evaluated_here else None)
+        p.save(self._last_metrics if evaluated_here else None, lifetime)
 
     def _rollback(self, skip_data: bool) -> None:
         p = self.parts
@@ -445,11 +491,9 @@ class TrainingLoop:
         if p.log_trigger.active:
             self._log()
         self.delivery.flush()
-        # Whoever interrupts is waiting: no evaluation then.
-        waiting = self.interrupted_by is not None
-        if self._evaluates and self._evaluated_step != p.state.global_step and not waiting:
+        if self._evaluates and self._evaluated_step != p.state.global_step and not self.cut_short:
             self._note_stops(self._evaluate())
-        idle = self.interrupted_by is not None and not self._stepped
+        idle = self.cut_short and not self._stepped
         saves = p.strategy.agree(self._saves or self.signals.take_save_request())
         if saves and self._saved_step != p.state.global_step and not idle:
             self._save()

@@ -9,11 +9,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from headway.engine.lifetimes import check_lifetime
+
 # Facts about this process rather than the run; a resume must not take them from a checkpoint.
 _PROCESS_FIELDS = (
     "is_local_process_zero",
     "is_world_process_zero",
     "outcome",
+    "cancel_reason",
+    "cancel_step",
     "stateful_callbacks",
 )
 # Follow from the arguments of the run that is starting, not of the one that saved.
@@ -64,9 +68,14 @@ class TrainerState:
     run_id: str | None = None
     """Identifies the run; made at its first start, the same after every resume."""
     outcome: str | None = None
-    """How the run ended: `completed`, `stopped` (a callback or a command asked for it),
-    `interrupted` (a signal, `stop_at`), `aborted` (a callback asked for an end without a save) or
-    `failed`. None while it runs; known when `on_train_end`, `on_error` and `on_close` fire."""
+    """How the run ended: `completed`, `stopped` (a callback or a command asked for it), `canceled`
+    (`cancel_run`), `interrupted` (a signal, `stop_at`), `aborted` (a callback asked for an end
+    without a save) or `failed`. None while it runs; known when `on_train_end`, `on_error` and
+    `on_close` fire."""
+    cancel_reason: str | None = None
+    """Why the run is canceled, the same on all ranks; None if it is not."""
+    cancel_step: int | None = None
+    """The step after which all ranks end a canceled run."""
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint stores: JSON-able, without facts about this process."""
@@ -96,6 +105,9 @@ class TrainerControl:
     should_training_stop: bool = False
     should_epoch_stop: bool = False
     should_save: bool = False
+    save_lifetime: str = "regular"
+    """`permanent` or `ephemeral` ask for a save by themselves; of all requests of a step, with
+    `should_save` as a regular one, the strongest counts. Set by `request_save`."""
     should_evaluate: bool = False
     should_log: bool = False
     should_abort_without_save: bool = False
@@ -105,5 +117,12 @@ class TrainerControl:
     rollback_skip_data: bool = False
     """With `rollback`: do not read again the data consumed since that checkpoint."""
 
-    def to_dict(self) -> dict[str, bool]:
+    def request_save(self, lifetime: str = "regular") -> None:
+        """Ask for a save at the end of this step, never weakening what others asked for."""
+        if check_lifetime(lifetime) == "regular":
+            self.should_save = True
+        elif self.save_lifetime != "permanent":
+            self.save_lifetime = lifetime
+
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -29,7 +29,9 @@ from headway.dist.channel import RankChannel
 from headway.dist.env import DistributedEnvInterface, detect_env
 from headway.dist.failure import guard_run
 from headway.dist.seed import derive_seed, draw_seed, seed_all
+from headway.engine.bookkeeping import Bookkeeping
 from headway.engine.cached_memory import CachedMemory
+from headway.engine.cancel import CancelRequests
 from headway.engine.events import EventBus, TrainerCallback, normalise_callbacks
 from headway.engine.loop import LoopParts, TrainingLoop
 from headway.engine.metrics import MetricBuffer
@@ -65,13 +67,14 @@ from headway.trainers.preparation import (
     model_source,
 )
 from headway.trainers.recording import Recording
+from headway.trainers.requests import RunRequests
 from headway.trainers.resume import wanted_components
 from headway.trainers.saving import Saver
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer(Recording, Checkpointing, Evaluation, LearningRateFinding):
+class Trainer(Recording, RunRequests, Checkpointing, Evaluation, LearningRateFinding):
     """Trains a model on one device; the classes derived from it choose another strategy.
 
     All arguments go by name. `args` may be a dict; `model` or `model_init` is needed. A list of
@@ -143,6 +146,8 @@ class Trainer(Recording, Checkpointing, Evaluation, LearningRateFinding):
         )
         self.bus = EventBus(args, self.state, TrainerControl())
         self.metrics = MetricBuffer()
+        self.cancel = CancelRequests(self.state)
+        self.bookkeeping = Bookkeeping(self.bus, self.env.world_size)
         self._channel: RankChannel | None = None
         self.strategy: Strategy | None = None
         self._all_ranks: Ranks | None = None
@@ -341,11 +346,15 @@ class Trainer(Recording, Checkpointing, Evaluation, LearningRateFinding):
         except BaseException as error:
             self.state.outcome = outcome_of(error)
             self.bus.fire_to_all("on_error", exception=error)
+            self.bookkeeping.close()
             self.bus.fire_to_all("on_close")
             raise
+        finally:
+            self.cancel.clear()
 
     def _train(self, resume: bool | str, signals: SignalRequests) -> TrainOutput:
         self._begin_run()
+        self.cancel.begin()
         # Made of the time, and so another one on every rank.
         self.args.logging_dir = self._ranks().share(self.args.logging_dir)
         snapshot = take_snapshot(self._run_config, self.args)
@@ -381,10 +390,12 @@ class Trainer(Recording, Checkpointing, Evaluation, LearningRateFinding):
         start = RunStart.now(self.state)
         if plan.save_trigger.active:
             saver.prepare()
+        self.bookkeeping.open()
         try:
             self.bus.fire("on_train_begin")
             loop.run()
             saver.deliver()
+            self.bookkeeping.drain()
             loop.close()
         except BaseException:
             saver.settle()
@@ -394,6 +405,8 @@ class Trainer(Recording, Checkpointing, Evaluation, LearningRateFinding):
         self.state.outcome = loop.outcome
         output = self._finish(loop, saver, start)
         self.bus.fire("on_train_end")
+        self.bookkeeping.drain()
+        self.bookkeeping.close()
         errors = self.bus.fire_to_all("on_close")
         if errors:
             raise errors[0]
@@ -439,6 +452,8 @@ class Trainer(Recording, Checkpointing, Evaluation, LearningRateFinding):
             rollback=saver.rollback,
             on_first_step=on_first_step,
             rescue=saver.rescue,
+            cancel=self.cancel,
+            bookkeeping=self.bookkeeping,
             channel=self._channel,
             relieve=CachedMemory(self.strategy.device, self.args.gc_threshold).relieve,
         )
@@ -449,7 +464,7 @@ class Trainer(Recording, Checkpointing, Evaluation, LearningRateFinding):
         saver: Saver,
         start: RunStart,
     ) -> TrainOutput:
-        if self.args.load_best_model_at_end and not loop.aborted and loop.interrupted_by is None:
+        if self.args.load_best_model_at_end and not loop.aborted and not loop.cut_short:
             saver.load_best()
         if self.bus.stopped_by is not None:
             logger.info("stopped by %s in %s (%s)", *self.bus.stopped_by)
