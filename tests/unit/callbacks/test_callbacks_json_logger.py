@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +102,42 @@ def test_an_unwritable_folder_is_told_at_the_start_and_the_run_goes_on(
     assert caplog.text.count("JsonLogger:") == 1
 
 
-def test_a_disk_that_fails_later_costs_the_log_and_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("full", "verb", "kept"),
+    [({2, 3}, "write", [1, 4]), ({1, 2}, "open", [3, 4]), ({1, 2, 3, 4, 5}, "open", [])],
+    ids=["for a while", "from the start", "all the time"],
+)
+@pytest.mark.parametrize("form", ["lines", "array"])
+def test_a_full_disk_costs_the_records_of_its_time_and_is_told_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    form: str,
+    full: set[int],
+    verb: str,
+    kept: list[int],
 ) -> None:
-    mine = JsonLogger()
+    mine, real = JsonLogger(format=form), {verb: getattr(os, verb) for verb in ("open", "write")}
 
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def fail(target: Any, *rest: Any) -> Any:
+        if trainer.state.global_step in full and (
+            str(target).endswith(mine.writer.filename) or target == mine.writer._file
+        ):
+            if verb == "write":
+                real["write"](target, rest[0][:9])
+            raise OSError(28, "No space left on device")
+        return real[verb](target, *rest)
 
-    monkeypatch.setattr(mine.writer, "write_record", fail)
-    assert tiny_trainer(tmp_path, [mine], max_steps=2).train().global_step == 2
+    monkeypatch.setattr(os, verb, fail)
+    trainer = tiny_trainer(tmp_path, [mine], max_steps=4)
+    assert trainer.train().global_step == 4 and trainer.bus.disabled == {}
+    monkeypatch.undo()
+    told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("JsonLogger:")]
+    num_lost = 2 if kept else 5
+    assert len(told) == 2 and "No space left on device" in told[0]
+    assert told[1] == f"JsonLogger: {num_lost} records could not be written"
+    path = tmp_path / "out" / mine.writer.filename
+    assert steps_of(read_json_log(path) if path.exists() else [], "train") == kept
 
 
 def test_a_chosen_logging_dir_is_used_and_an_evaluation_alone_writes_nothing(

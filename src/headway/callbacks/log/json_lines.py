@@ -7,6 +7,7 @@ whole logs (json_reader.py).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -76,6 +77,8 @@ class JsonLogWriter:
         """What `open` or `rewind` last put aside, if anything."""
         self._file = -1
         self._place = _Place()
+        self._is_torn = False
+        """Whether part of a record may lie after `_place`."""
         self._last_step = -1
         self._saved: dict[str, Any] | None = None
 
@@ -110,7 +113,10 @@ class JsonLogWriter:
     def write_record(
         self, global_step: int, epoch: float, data: Mapping[str, Any], type: str = "train"
     ) -> None:
-        """Append a record; does nothing while closed. What `data` names wins on a clash."""
+        """Append a record; does nothing while closed. What `data` names wins on a clash.
+
+        An OSError, such as of a full disk, costs this record alone: the next one may be tried.
+        """
         if not self.is_open:
             return
         record = {
@@ -124,12 +130,17 @@ class JsonLogWriter:
         if self.form == "lines":
             text += b"\n"
         lead = b"" if self.form == "lines" else b",\n" if self._place.offset else b"[\n"
+        if self._is_torn:
+            self._cut(self._place)
+        self._is_torn = True
         try:
             end = self._write(lead + text)
         except OSError:
             # A full disk may take part of a record; what is there must stay whole.
-            os.ftruncate(self._file, self._place.offset)
+            with contextlib.suppress(OSError):
+                self._cut(self._place)
             raise
+        self._is_torn = False
         self._place = _Place(end, len(text), zlib.crc32(text))
         self._last_step = global_step
 
@@ -161,7 +172,7 @@ class JsonLogWriter:
         assert self.path is not None
         # Appending leaves a second writer's records whole; an array overwrites its own end.
         append = os.O_APPEND if self.form == "lines" else 0
-        self._place = _Place()
+        self._place, self._is_torn = _Place(), False
         return os.open(self.path, os.O_RDWR | os.O_CREAT | append, 0o644)
 
     def _write(self, chunk: bytes) -> int:
@@ -257,8 +268,8 @@ class JsonLogWriter:
 
     def _cut(self, place: _Place) -> None:
         os.ftruncate(self._file, place.offset)
-        self._place = place
-        if self.form == "array":
+        self._place, self._is_torn = place, False
+        if self.form == "array" and place.offset:
             os.lseek(self._file, place.offset, os.SEEK_SET)
             os.write(self._file, b"\n]")
 

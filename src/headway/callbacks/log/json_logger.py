@@ -27,7 +27,8 @@ class JsonLogger(TrainerCallback):
     by name are recorded when the run starts.
 
     A resumed run drops the records that came after its checkpoint; a fresh one keeps an older
-    file under another name.
+    file under another name. A record that cannot be written, as on a full disk, is left out, and
+    the next one is tried again.
     """
 
     failure_policy = "disable"
@@ -42,14 +43,17 @@ class JsonLogger(TrainerCallback):
         self._loaded: str | None = None
         self._active = False
         self._logged: tuple[int, dict[str, Any]] = (-1, {})
+        self._failed, self._num_lost = False, 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._start_step = state.global_step
         self._started = {"epoch": state.epoch, "timestamp": time.time()}
         self._active = state.is_world_process_zero
+        self._failed, self._num_lost = False, 0
         problem = _find_obstacle(log_folder(args) / self.writer.filename)
         if self._active and problem is not None:
-            self._give_up(problem)
+            self._active = False
+            logger.warning("JsonLogger: %s; the run goes on without this log", problem)
 
     def on_load(self, args: Any, state: TrainerState, control: TrainerControl, path: str) -> None:
         self._loaded = str(path)
@@ -60,7 +64,7 @@ class JsonLogger(TrainerCallback):
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, trainer: Any
     ) -> None:
-        if self._active and not self.writer.is_open:
+        if self._active and not self.writer.is_open and not self._failed:
             self._open(args, state, trainer)
 
     def on_log(
@@ -76,7 +80,7 @@ class JsonLogger(TrainerCallback):
         if not self.writer.is_open:
             self._open(args, state, trainer)
         self._logged = (state.global_step, logs)
-        self.writer.write_record(state.global_step, state.epoch, logs, type=record_type(logs))
+        self._write(state.global_step, state, logs, record_type(logs))
 
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: dict[str, Any]
@@ -84,10 +88,14 @@ class JsonLogger(TrainerCallback):
         step, logs = self._logged
         if step == state.global_step and metrics.keys() <= logs.keys():
             return  # the trainer logs what it evaluates
-        self.writer.write_record(state.global_step, state.epoch, metrics, type="eval")
+        if self._active:
+            self._write(state.global_step, state, metrics, "eval")
 
     def on_close(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._active, self._loaded = False, None
+        if self._num_lost:
+            logger.warning("JsonLogger: %d records could not be written", self._num_lost)
+            self._num_lost = 0
         self.writer.close()
 
     def close(self) -> None:
@@ -105,7 +113,7 @@ class JsonLogger(TrainerCallback):
         try:
             self.writer.open(log_folder(args), self._start_step)
         except OSError as error:
-            self._give_up(str(error))
+            self._tell_failure(error)
             return
         self._write_start("start" if self._start_step == 0 else "resume", args, state, trainer)
 
@@ -125,11 +133,24 @@ class JsonLogger(TrainerCallback):
         if kind != "rollback":
             facts["kwargs"] = self.kwargs
         facts = {key: value for key, value in facts.items() if value not in (None, {})}
-        self.writer.write_record(self._start_step, state.epoch, facts, type=kind)
+        self._write(self._start_step, state, facts, kind)
 
-    def _give_up(self, why: str) -> None:
-        self._active = False
-        logger.warning("JsonLogger: %s; the run goes on without this log", why)
+    def _write(self, step: int, state: TrainerState, data: dict[str, Any], kind: str) -> None:
+        if not self.writer.is_open:
+            self._num_lost += self._failed
+            return
+        try:
+            self.writer.write_record(step, state.epoch, data, type=kind)
+        except OSError as error:
+            self._num_lost += 1
+            self._tell_failure(error)
+
+    def _tell_failure(self, error: OSError) -> None:
+        if not self._failed:
+            self._failed = True
+            logger.warning(
+                "JsonLogger: a record could not be written, the next one is tried again: %s", error
+            )
 
 
 def record_type(logs: dict[str, Any]) -> str:
