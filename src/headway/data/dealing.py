@@ -9,7 +9,9 @@ long as the global batch stays the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from headway.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,24 @@ class Deal:
     def window_samples(self) -> int:
         """Samples of a full window on all ranks."""
         return self.rank_samples * self.world_size
+
+    def resized(self, num_samples: int, largest: int) -> Deal:
+        """Windows of another number of samples on all ranks, of micro-batches up to `largest`.
+
+        As few micro-batches as divide a rank's samples evenly.
+        """
+        own, rest = divmod(num_samples, self.world_size)
+        if rest or own < 1:
+            below, above = num_samples - rest, num_samples - rest + self.world_size
+            choices = f"{below} or {above}" if below else f"{above}"
+            raise ConfigError(
+                f"{num_samples} samples cannot be dealt evenly to {self.world_size} ranks; "
+                f"the nearest that can: {choices}"
+            )
+        accumulation = -(-own // largest)
+        while own % accumulation:
+            accumulation += 1
+        return replace(self, batch_size=own // accumulation, accumulation=accumulation)
 
     def usable(self, num_samples: int) -> int:
         """How many of the remaining samples are handed out."""
@@ -65,3 +85,29 @@ class Deal:
         each, more = divmod(share, num_batches)
         sizes = [each + (number < more) for number in range(num_batches)]
         return offset, [size for size in sizes if size]
+
+
+def check_numbers(
+    batch_size: int,
+    accumulation: int,
+    num_workers: int,
+    rank: int,
+    world_size: int,
+    epoch_batches: int | None,
+) -> None:
+    """Refuse numbers that a loader cannot be made with."""
+    problems = [
+        f"{name} must be at least {least}, got {value}"
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("accumulation", accumulation, 1),
+            ("num_workers", num_workers, 0),
+            ("world_size", world_size, 1),
+            ("epoch_batches", 1 if epoch_batches is None else epoch_batches, 1),
+        )
+        if value < least
+    ]
+    if not 0 <= rank < max(world_size, 1):
+        problems.append(f"rank must be from 0 to {world_size - 1}, got {rank}")
+    if problems:
+        raise ConfigError(problems)

@@ -19,7 +19,7 @@ import torch
 
 from headway.data.collate import default_collator
 from headway.data.counting import count_targets, count_tokens
-from headway.data.dealing import Deal
+from headway.data.dealing import Deal, check_numbers
 from headway.data.fetch import Collator, Fetcher, Loaded, Request, WorkerPool, pin
 from headway.data.kinds import classify, is_sharded
 from headway.data.order import IndexArray, SampleOrder
@@ -82,7 +82,7 @@ class WindowLoader:
         set_epoch: bool = True,
         epoch_batches: int | None = None,
     ) -> None:
-        _check_numbers(batch_size, accumulation, num_workers, rank, world_size, epoch_batches)
+        check_numbers(batch_size, accumulation, num_workers, rank, world_size, epoch_batches)
         self.dataset = dataset
         self.seed = int(seed)
         self.shuffle = shuffle
@@ -98,6 +98,7 @@ class WindowLoader:
         self._persistent_workers = persistent_workers and num_workers > 0
         self._prefetch_factor = prefetch_factor if num_workers > 0 else None
         self._pools: dict[str, WorkerPool] = {}
+        self._is_regrouped = False
         self._stored_stream: dict[str, Any] | None = None
         self._stream: SampleStream | BatchStream | None = None
         self._stream_ended = False
@@ -136,15 +137,18 @@ class WindowLoader:
     def at_end(self) -> bool:
         """Whether this epoch has been handed out to its end."""
         if self.num_samples is not None:
-            return self.position >= self.deal.usable(self.num_samples)
+            # By what is left: a batch size that was changed may leave another rest to drop.
+            return self.deal.usable(self.num_samples - self.position) <= 0
         return self._stream_ended or self._batches_done == self._epoch_batches
 
     @property
     def epoch_fraction(self) -> float | None:
-        """How much of the epoch has been handed out; None if its length is not in samples."""
-        if self.num_samples is None:
-            return None
-        return min(1.0, self.position / self.deal.usable(self.num_samples))
+        """How much of the epoch has been handed out; None if steps of one size tell that."""
+        if self.num_samples is not None:
+            share = self.position / max(1, self.deal.usable(self.num_samples))
+            return 1.0 if self.at_end else min(1.0, share)
+        length = self._stream_length() if self._is_regrouped else None
+        return None if length is None else min(1.0, self._batches_done / length)
 
     def _stream_length(self) -> int | None:
         if self._epoch_batches is not None:
@@ -170,6 +174,20 @@ class WindowLoader:
         self._stream_ended = False
         self._tell_epoch()
 
+    def group(self, deal: Deal) -> None:
+        """From the next window on, make them of another number of samples.
+
+        Between windows only, and on all ranks alike. What workers have read ahead for windows of
+        the old size is read again. A stream keeps its micro-batches, which it is cut into.
+        """
+        if deal == self.deal:
+            return
+        fixed = ("rank", "world_size", "drop_last") + ("batch_size",) * (self.kind != "map")
+        changed = [name for name in fixed if getattr(deal, name) != getattr(self.deal, name)]
+        if changed:
+            raise ConfigError(f"{', '.join(changed)} of a {self.kind} loader cannot be changed")
+        self.deal, self._is_regrouped = deal, True
+
     def windows(self) -> Iterator[Window]:
         """From the current position to the end of the epoch.
 
@@ -188,9 +206,14 @@ class WindowLoader:
         if self.num_samples is None:
             yield from self._stream_rounds(self._own_share(ranks))
             return
-        for count, windows in self._map_rounds(ranks, self.deal, self.position, "windows"):
-            self.position += count
-            yield windows
+        deal = None
+        while deal is not self.deal:  # anew from here where the batch was changed meanwhile
+            deal = self.deal
+            for count, windows in self._map_rounds(ranks, deal, self.position, "windows"):
+                self.position += count
+                yield windows
+                if deal is not self.deal:
+                    break
 
     def evaluation_rounds(self, ranks: Sequence[int]) -> Iterator[list[Window]]:
         """Like `batches`, but of several ranks at once: windows of at most one micro-batch."""
@@ -457,28 +480,3 @@ def _read(stream: SampleStream | BatchStream, limit: int) -> list[Chunk]:
     while len(chunks) < limit and (chunk := stream.read()) is not None:
         chunks.append(chunk)
     return chunks
-
-
-def _check_numbers(
-    batch_size: int,
-    accumulation: int,
-    num_workers: int,
-    rank: int,
-    world_size: int,
-    epoch_batches: int | None,
-) -> None:
-    problems = [
-        f"{name} must be at least {least}, got {value}"
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("accumulation", accumulation, 1),
-            ("num_workers", num_workers, 0),
-            ("world_size", world_size, 1),
-            ("epoch_batches", 1 if epoch_batches is None else epoch_batches, 1),
-        )
-        if value < least
-    ]
-    if not 0 <= rank < max(world_size, 1):
-        problems.append(f"rank must be from 0 to {world_size - 1}, got {rank}")
-    if problems:
-        raise ConfigError(problems)

@@ -74,6 +74,7 @@ def _load_by_name(
     """Take a state of other groups: one that is not in it has the base rate that it is set to."""
     groups = scheduler.optimizer.param_groups
     own = scheduler.state_dict()["schedule"]["groups"]
+    factor = float(state.get("rate_factor", 1.0))
     progress = int(state.get("tokens" if scheduler.unit == "tokens" else "last_epoch", 0))
     fitted: dict[str, list[Any]] = {"base_lrs": [], "_last_lr": [], "groups": []}
     new = []
@@ -84,7 +85,7 @@ def _load_by_name(
             fitted["groups"].append(state["schedule"]["groups"][place])
             continue
         base = float(groups[number]["initial_lr"])
-        rate = base * float(scheduler.specs[number].draw(base)(progress))
+        rate = base * float(scheduler.specs[number].draw(base)(progress)) * factor
         new.append((groups[number], rate))
         fitted["base_lrs"].append(base)
         fitted["_last_lr"].append(rate)

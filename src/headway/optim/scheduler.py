@@ -42,6 +42,8 @@ class CurveLR(LambdaLR):
         self.specs = list(specs)
         self.changes: list[str] = []
         """What was not as in the state last loaded, in words."""
+        self.rate_factor = 1.0
+        """What all rates are multiplied by, whatever the curve; see `multiply_rates`."""
         self._tokens_seen = tokens_seen
         self._tokens = 0
         self._tokens_mark = 0
@@ -76,7 +78,20 @@ class CurveLR(LambdaLR):
 
     def get_lr(self) -> list[float | Tensor]:
         """The rates at the current progress."""
-        return [base * curve(self.progress) for base, curve in zip(self.base_lrs, self.lr_lambdas)]
+        return [
+            base * curve(self.progress) * self.rate_factor
+            for base, curve in zip(self.base_lrs, self.lr_lambdas)
+        ]
+
+    def multiply_rates(self, factor: float) -> None:
+        """From the next update on: the rates of the schedule times `factor`; base rates stay.
+
+        Not in addition to an earlier factor but in its place.
+        """
+        if factor == self.rate_factor:
+            return
+        self.rate_factor = factor
+        self._set_rates(self.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is, and what schedule that was."""
@@ -85,6 +100,8 @@ class CurveLR(LambdaLR):
         state["lr_lambdas"] = [None] * len(self.specs)
         if self._tokens_seen is not None:
             state["tokens"] = self._tokens
+        if self.rate_factor != 1.0:
+            state["rate_factor"] = self.rate_factor
         state["schedule"] = {
             "unit": self.unit,
             "groups": [
@@ -101,12 +118,13 @@ class CurveLR(LambdaLR):
                 setattr(self, key, state_dict[key])
         knows_tokens = "tokens" in state_dict
         self._tokens = int(state_dict.get("tokens", 0))
+        self.rate_factor = float(state_dict.get("rate_factor", 1.0))
         # A floor given as a rate is another part of another base rate.
         self.lr_lambdas = [spec.draw(float(base)) for spec, base in zip(self.specs, self.base_lrs)]
         self.changes = []
         if self.unit == "tokens" and not knows_tokens:
             return
-        rates = [base * curve(self.progress) for base, curve in zip(self.base_lrs, self.lr_lambdas)]
+        rates = self.get_lr()
         self.changes = tell_changes(
             state_dict.get("schedule"),
             self.specs,
@@ -119,6 +137,9 @@ class CurveLR(LambdaLR):
             return
         for line in self.changes:
             logger.warning("%s", line)
+        self._set_rates(rates)
+
+    def _set_rates(self, rates: Sequence[float | Tensor]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(float(rate))

@@ -25,6 +25,7 @@ from headway.precision.torchao_package import load_torchao, quietly
 
 logger = logging.getLogger(__name__)
 
+_LAYER = "FakeQuantizedLinear"
 _INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 
 
@@ -66,7 +67,7 @@ def choose(
             return "a dimension is no multiple of 16"
         return None
 
-    return choose_layers(module, exclude, misfit, option=option, own_class="FakeQuantizedLinear")
+    return choose_layers(module, exclude, misfit, option=option, own_class=_LAYER)
 
 
 def prepare(
@@ -114,3 +115,16 @@ def prepare(
         f"; as they were: {rest}" if rest else "",
     )
     return module
+
+
+def switch(module: nn.Module, active: bool) -> int:
+    """Have prepared layers compute with few bits, or as plain linear ones; how many there are."""
+    found = 0
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear) and type(layer).__name__ == _LAYER:
+            found += 1
+            for part in ("activation_fake_quantizer", "weight_fake_quantizer"):
+                quantizer = getattr(layer, part)
+                if quantizer is not None:
+                    quantizer.enabled = active
+    return found
