@@ -1,6 +1,7 @@
 """A length of training in steps, epochs, tokens or wall time, and how it is written.
 
-Owns: `Duration`, its parser and its text. Does not own: when a duration is due (engine/triggers).
+Owns: `Duration`, its parser, its text and its arithmetic. Does not own: what is done every so often
+(engine/triggers).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import total_ordering
 
 from headway.errors import ConfigError, nearest
 
@@ -37,6 +39,7 @@ _EXAMPLES = "'500 steps', '1.5 epochs', '2B tokens', '300s', '20min', '1h30m', '
 TOKENS_PER_PARAMETER = 20
 
 
+@total_ordering
 @dataclass(frozen=True)
 class Duration:
     """`value` of `unit` (steps, epochs, tokens or seconds); steps and tokens are whole numbers."""
@@ -84,6 +87,9 @@ class Duration:
     @classmethod
     def chinchilla_tokens(cls, multiple: float, model_params: int) -> Duration:
         """`multiple` times 20 tokens for each non-embedding parameter."""
+        for name, value in (("multiple", multiple), ("model_params", model_params)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ConfigError(f"chinchilla_tokens: {name} must be above 0, got {value!r}")
         return cls(round(multiple * TOKENS_PER_PARAMETER * model_params), "tokens")
 
     @classmethod
@@ -104,6 +110,52 @@ class Duration:
             whole = scaled == scaled.to_integral_value()
             return cls(int(scaled) if whole else float(scaled), _COUNT_WORDS[count[3].lower()])
         return cls(_parse_seconds(text, stripped), "seconds")
+
+    def progress(
+        self, *, step: int = 0, tokens: int = 0, epoch: float = 0.0, seconds: float = 0.0
+    ) -> float:
+        """How far a run is, in this duration's unit; `epoch` counts what is done, from 0."""
+        return {"steps": step, "tokens": tokens, "epochs": epoch, "seconds": seconds}[self.unit]
+
+    def due(
+        self, *, step: int = 0, tokens: int = 0, epoch: float = 0.0, seconds: float = 0.0
+    ) -> bool:
+        """Whether a run that is so far has lasted this long."""
+        done = self.progress(step=step, tokens=tokens, epoch=epoch, seconds=seconds)
+        # The small allowance keeps 0.1 + 0.2 epochs from falling just short of 0.3.
+        return done >= self.value - 1e-9
+
+    def _other_value(self, other: Duration, what: str) -> int | float:
+        if self.unit != other.unit:
+            raise ConfigError(
+                f"{self} and {other} cannot be {what}: one is in {self.unit}, one in {other.unit}"
+            )
+        return other.value
+
+    def __add__(self, other: Duration) -> Duration:
+        if not isinstance(other, Duration):
+            return NotImplemented
+        return Duration(self.value + self._other_value(other, "added"), self.unit)
+
+    def __sub__(self, other: Duration) -> Duration:
+        if not isinstance(other, Duration):
+            return NotImplemented
+        return Duration(self.value - self._other_value(other, "subtracted"), self.unit)
+
+    def __mul__(self, factor: float) -> Duration:
+        """Steps and tokens are rounded to whole ones."""
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            return NotImplemented
+        value = self.value * factor
+        whole = self.unit in ("steps", "tokens") and math.isfinite(value)
+        return Duration(round(value) if whole else value, self.unit)
+
+    __rmul__ = __mul__
+
+    def __lt__(self, other: Duration) -> bool:
+        if not isinstance(other, Duration):
+            return NotImplemented
+        return self.value < self._other_value(other, "compared")
 
     def __str__(self) -> str:
         if self.unit == "seconds":

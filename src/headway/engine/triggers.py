@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from headway.config.duration import Duration
 from headway.engine.state import TrainerState
@@ -35,13 +36,14 @@ class Clock:
         return 0.0 if self.stands else now_s - self.started_at_s
 
 
-def _progress(unit: str, state: TrainerState, seconds: float) -> float:
-    """How far a run is, in a duration's unit."""
-    if unit == "steps":
-        return state.global_step
-    if unit == "tokens":
-        return state.num_input_tokens_seen
-    return state.epoch if unit == "epochs" else seconds
+def _how_far(state: TrainerState, seconds: float) -> dict[str, Any]:
+    """How far a run is, in the units of a duration."""
+    return {
+        "step": state.global_step,
+        "tokens": state.num_input_tokens_seen,
+        "epoch": state.epoch,
+        "seconds": seconds,
+    }
 
 
 class Trigger:
@@ -82,7 +84,7 @@ class Trigger:
     def _periods(self, state: TrainerState, run_seconds: float) -> int:
         if self.every is None:
             return 0
-        progress = _progress(self.every.unit, state, run_seconds)
+        progress = self.every.progress(**_how_far(state, run_seconds))
         # The small addition keeps 0.1 + 0.2 epochs from falling just short of 0.3.
         return math.floor(progress / self.every.value + 1e-9)
 
@@ -115,21 +117,15 @@ class Length:
         """Whether the run's budget is used up."""
         if self.max_steps is not None and state.global_step >= self.max_steps:
             return True
-        return self._train_for is not None and self._reached(
-            self._train_for, state, clock.of_run(now_s)
-        )
+        length = self._train_for
+        return length is not None and length.due(**_how_far(state, clock.of_run(now_s)))
 
     def interrupted(self, state: TrainerState, clock: Clock, now_s: float) -> bool:
         """Whether this process must stop here although the budget is not used up."""
-        return self._stop_at is not None and self._reached(
-            self._stop_at, state, clock.of_process(now_s)
-        )
+        stop = self._stop_at
+        return stop is not None and stop.due(**_how_far(state, clock.of_process(now_s)))
 
     def out_of_time(self, clock: Clock, now_s: float) -> bool:
         """Whether this process has used up a limit in wall time."""
         stop = self._stop_at
         return stop is not None and stop.unit == "seconds" and clock.of_process(now_s) >= stop.value
-
-    @staticmethod
-    def _reached(duration: Duration, state: TrainerState, seconds: float) -> bool:
-        return _progress(duration.unit, state, seconds) >= duration.value - 1e-9

@@ -67,3 +67,47 @@ def test_builders():
     assert Duration.chinchilla_tokens(1.5, 1_000_000) == Duration.tokens(30_000_000)
     with pytest.raises(ConfigError, match="did you mean 'tokens'"):
         Duration(1, "token")
+
+
+@pytest.mark.parametrize(
+    ("duration", "so_far", "due"),
+    [
+        (Duration.steps(3), {"step": 2, "tokens": 99}, False),
+        (Duration.steps(3), {"step": 3}, True),
+        (Duration.tokens(100), {"step": 500, "tokens": 99}, False),
+        (Duration.tokens(100), {"tokens": 130}, True),
+        (Duration.epochs(0.3), {"epoch": 0.1 + 0.2 - 1e-12}, True),
+        (Duration.epochs(1), {"epoch": 0.99, "step": 7}, False),
+        (Duration.seconds(60), {"seconds": 60.5}, True),
+        (Duration.seconds(60), {"step": 61}, False),
+        (Duration.chinchilla_tokens(0.5, model_params=1000), {"tokens": 10_000}, True),
+        (Duration.chinchilla_tokens(0.5, model_params=1000), {"tokens": 9_999}, False),
+    ],
+)
+def test_due(duration, so_far, due):
+    assert duration.due(**so_far) is due
+
+
+def test_arithmetic_and_order():
+    assert Duration.steps(3) + Duration.steps(4) == Duration.steps(7)
+    assert Duration.epochs(2) - Duration.epochs(0.5) == Duration.epochs(1.5)
+    assert 1.5 * Duration.tokens(3) == Duration.tokens(4)  # whole
+    assert Duration.seconds(3) * 0.5 == Duration.seconds(1.5)
+    assert Duration.steps(2) < Duration.steps(3) <= Duration.steps(3)
+    assert max(Duration.parse("1h"), Duration.parse("90min")) == Duration.parse("1h30m")
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (lambda: Duration.steps(1) + Duration.tokens(1), "cannot be added: one is in steps"),
+        (lambda: Duration.steps(1) < Duration.epochs(1), "cannot be compared"),
+        (lambda: Duration.steps(1) - Duration.steps(2), "negative"),
+        (lambda: Duration.steps(1) * float("inf"), "finite"),
+        (lambda: Duration.chinchilla_tokens(0, model_params=5), "multiple must be above 0"),
+        (lambda: Duration.chinchilla_tokens(1, model_params=-5), "model_params must be above 0"),
+    ],
+)
+def test_arithmetic_refuses(act, told):
+    with pytest.raises(ConfigError, match=told):
+        act()
