@@ -71,6 +71,26 @@ def test_the_head_of_a_block(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_late_metrics_come_under_the_head_of_their_own_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Late(TrainerCallback):
+        """Tells of an old step, as a save in the background does when it is done."""
+
+        def on_step_end(self, state: Any, trainer: Any) -> None:
+            if state.global_step == 3:
+                for step in (0, 2):
+                    trainer.record_metric("checkpoint/late_s", 5.0, step=step)
+                trainer.record_metric("unseen", 5.0, step=1)
+
+    options = {"max_steps": 4, "num_samples": 16, "metrics_collect_interval": 1}
+    tiny_trainer(tmp_path, [ConsoleLoggerCallback(), Late()], **options).train()
+    blocks = [block.splitlines() for block in capsys.readouterr().err.split("[step=")[1:]]
+    late = [head for head, *lines in blocks if "    checkpoint/late_s=5" in lines]
+    assert [head.rpartition(",eta")[0] for head in late] == ["0/4,epoch=0.00", "2/4,epoch=0.25"]
+    assert [head.partition("/")[0] for head, *_ in blocks] == ["1", "2", "0", "2", "3", "4"]
+
+
 def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     callback, state = ConsoleLoggerCallback(), TrainerState(is_world_process_zero=False)
     callback.on_step_end(ARGS, state, TrainerControl())

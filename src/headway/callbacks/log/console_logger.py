@@ -13,6 +13,8 @@ from headway.engine.events import TrainerCallback
 from headway.engine.state import TrainerControl, TrainerState
 from headway.errors import ConfigError
 
+# Figures of a step may come long after it, as how long a save in the background took.
+_MOST_HEADS = 1000
 DEFAULT_METRICS = (
     "train/CE loss",
     "train/PPL",
@@ -35,7 +37,8 @@ class ConsoleLoggerCallback(TrainerCallback):
     Metrics come at step 1 and every `metrics_log_interval` steps (None: `log_interval`), those
     whose names match `metrics`; other steps get their line every `log_interval` steps. All of it
     is printed when the metrics arrive, so it is in the order of the steps, and each line tells of
-    its own step. Evaluations are printed with all their figures.
+    its own step. What comes late (how long a save took) has the line of its step above it once
+    more. Evaluations are printed with all their figures.
     """
 
     failure_policy = "disable"
@@ -54,17 +57,26 @@ class ConsoleLoggerCallback(TrainerCallback):
         chosen = DEFAULT_METRICS if metrics is None else metrics
         self._patterns = NamePatterns("ConsoleLoggerCallback: metrics", chosen)
         self.metrics = list(chosen)
-        self._marks: dict[int, str] = {}
+        self._heads: dict[int, str] = {}
+        """What stands above a step's metrics, of the newest steps."""
+        self._untold: set[int] = set()
         self._started: tuple[float, int] = (0.0, 0)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._started = (time.monotonic(), state.global_step)
-        self._marks.clear()
+        self._untold.clear()
+        # For what is recorded before the first step, as the time that loading took.
+        self._heads = {state.global_step: self._head(args, state)}
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
-        if state.is_world_process_zero:
-            # Now, while state tells of this step; its metrics come later.
-            self._marks[state.global_step] = self._mark(args, state)
+        if not state.is_world_process_zero:
+            return
+        # Now, while state tells of this step; its metrics come later.
+        self._heads[state.global_step] = self._head(args, state)
+        self._untold.add(state.global_step)
+        oldest = next(iter(self._heads))
+        if len(self._heads) > _MOST_HEADS and oldest not in self._untold:
+            del self._heads[oldest]
 
     def on_metrics(
         self,
@@ -76,14 +88,13 @@ class ConsoleLoggerCallback(TrainerCallback):
     ) -> None:
         if not state.is_world_process_zero:
             return
-        mark = self._marks.pop(step, None)
+        is_new = step in self._untold
+        self._untold.discard(step)
         shown: dict[str, Any] = {}
         if step == 1 or step % self.metrics_log_interval == 0:
             shown = {name: metrics[name] for name in metrics if self._patterns.match(name)}
-        if mark is None:  # not a step of this process, such as what was recorded before the first
-            mark = f"[step={step:,}]" if shown else None
-        if mark is not None and (shown or step % self.log_interval == 0):
-            _print_block(mark, shown)
+        if shown or (is_new and step % self.log_interval == 0):
+            _print_block(self._heads.get(step) or f"[step={step:,}/{_total(state)}]", shown)
 
     def on_evaluate(
         self,
@@ -93,11 +104,10 @@ class ConsoleLoggerCallback(TrainerCallback):
         metrics: Mapping[str, Any],
     ) -> None:
         if state.is_world_process_zero:
-            _print_block(self._mark(args, state), metrics)
+            _print_block(self._head(args, state), metrics)
 
-    def _mark(self, args: Any, state: TrainerState) -> str:
-        total = f"{state.max_steps:,}" if state.max_steps else "???"
-        parts = [f"step={state.global_step:,}/{total}", f"epoch={state.epoch:.2f}"]
+    def _head(self, args: Any, state: TrainerState) -> str:
+        parts = [f"step={state.global_step:,}/{_total(state)}", f"epoch={state.epoch:.2f}"]
         parts.append(f"eta={self._time_left(state)}")
         if getattr(args, "stop_at", None) is not None:
             parts.append(f"stop_at={args.stop_at}")
@@ -116,8 +126,12 @@ class ConsoleLoggerCallback(TrainerCallback):
         return " ".join([*spelled, f"{minutes}m"])
 
 
-def _print_block(mark: str, metrics: Mapping[str, Any]) -> None:
-    lines = [mark, *(f"    {name}={_figure(value)}" for name, value in metrics.items())]
+def _total(state: TrainerState) -> str:
+    return f"{state.max_steps:,}" if state.max_steps else "???"
+
+
+def _print_block(head: str, metrics: Mapping[str, Any]) -> None:
+    lines = [head, *(f"    {name}={_figure(value)}" for name, value in metrics.items())]
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
 
