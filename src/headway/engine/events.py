@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from headway.engine.callback_config import CallbackConfig
 from headway.engine.state import TrainerControl, TrainerState
 from headway.errors import ConfigError, unknown
 
@@ -42,7 +43,9 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "on_evaluate": ("metrics",),
     "on_predict": ("metrics",),
     "on_save": ("checkpoint_path", "step"),
+    "on_step_settled": (),
     "on_epoch_end": (),
+    "on_run_settled": (),
     "on_train_end": (),
     "on_push_begin": (),
     "on_error": ("exception",),
@@ -211,6 +214,11 @@ class EventBus:
             callback = callback()
         methods = _own_methods(callback)
         wanted = name or _given_name(callback)
+        if isinstance(callback, CallbackConfig):
+            raise ConfigError(
+                f"callback {wanted!r}: {type(callback).__name__} says how to make a callback and "
+                "is none; give it to a trainer, or what its build(trainer) returns"
+            )
         for method in methods:
             if method not in EVENTS:
                 raise ConfigError(f"callback {wanted!r}: " + unknown("event", method, EVENTS))

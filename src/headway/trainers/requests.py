@@ -16,6 +16,7 @@ from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from headway.dist.env import DistributedEnvInterface
+    from headway.engine.loop import TrainingLoop
     from headway.engine.state import TrainerState
 
 
@@ -27,6 +28,20 @@ class RunRequests:
     cancel: CancelRequests
     bookkeeping: Bookkeeping
     _bookkeeping_channel: RankChannel | None = None
+    _loop: TrainingLoop | None = None
+
+    @property
+    def asked_to_end(self) -> bool:
+        """Whether long work should not go on: a signal, a cancellation or a limit of time.
+
+        Of this rank alone; ranks have to agree before they act on it.
+        """
+        return self._loop is not None and self._loop.asked_to_end
+
+    def flush_metrics(self) -> None:
+        """Deliver what was recorded up to here; every rank must call it, while a run goes on."""
+        if self._loop is not None:
+            self._loop.delivery.flush()
 
     def cancel_run(self, reason: str, no_sync: bool = False) -> None:
         """End the run after the step it is in; from any thread and any rank, at any time.
