@@ -1,4 +1,4 @@
-"""What callbacks add to a step: the default ones and the monitors against none.
+"""What callbacks add to a step: the default ones, the monitors and TensorBoard against none.
 
 One tiny model and a log every ten steps in each run. What is measured is the time in which events
 are delivered, handlers included: the work of the steps themselves varies by more than callbacks
@@ -46,11 +46,12 @@ WARMUP_STEPS, STRETCH = 30, 10
 STEP_S, GOAL = 20e-3, 0.01
 NUM_PARAMETERS = 1000
 NONE, DEFAULTS = "none", "the defaults"
-MONITORS = (
+OTHERS = (
     "SpeedMonitorCallback",
     "StabilityMonitorCallback",
     "GPUMemoryMonitorCallback",
     "PeakMemory",
+    "TBLogger",
 )
 NORMS = ("GradNormLogger", "ParameterNormLogger")
 
@@ -110,7 +111,7 @@ def sets_to_measure() -> dict[str, Make]:
     for callback in callbacks.default_callbacks(arguments):
         kind = type(callback)
         found[f"{kind.__name__} alone"] = lambda args, kind=kind: [kind()]
-    for name in MONITORS:
+    for name in OTHERS:
         found[name] = lambda args, name=name: [getattr(callbacks, name)()]
     return found
 

@@ -295,6 +295,32 @@ class TestLogger:
         assert "seed" in text and "hidden" not in text
         assert len(_events(tmp_path)) == 1
 
+    def test_the_figures_of_a_step_are_handed_over_in_one_call(self, tmp_path, monkeypatch) -> None:
+        calls = []
+
+        class Counting(event_file.Sender):
+            def submit(self, call, **more):
+                calls.append(call)
+                return super().submit(call, **more)
+
+        monkeypatch.setattr(event_file, "Sender", Counting)
+        logger = TBLogger(tmp_path / "tb")
+        logger.summary_writer.begin(_args(tmp_path), _state(0))
+        logger.summary_writer.add_scalar("first", 0.0, 0)  # opens the file
+        opened = len(calls)
+        figures = {f"m/{number}": number / 3 for number in range(20)}
+        logger.on_metrics(None, _state(1), TrainerControl(), 1, figures)
+        logger.on_log(None, _state(1), TrainerControl(), {"loss": 1.0, "peaks": [1, math.nan]})
+        assert len(calls) - opened == 2
+        logger.on_log(None, _state(1), TrainerControl(), {"loss": 1.0})  # told already
+        assert len(calls) - opened == 2
+        logger.summary_writer.close()
+        found = _read(tmp_path / "tb")
+        for name, value in figures.items():
+            (event,) = found.Scalars(name)
+            assert event.step == 1 and event.value == pytest.approx(value)
+        assert {"train-loss", "peaks/0", "peaks/1"} <= set(found.Tags()["scalars"])
+
     def test_scalars_are_added_changed_and_left_out(self, tmp_path) -> None:
         def broken(value, metrics):
             raise KeyError("x")

@@ -49,6 +49,20 @@ class EventFile:
         self._make_room()
         self._sender.submit(lambda: self._records.write(data))
 
+    def add_step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Figures of a step by tag, as one event; it is put together in the background."""
+        wall_time = time.time()
+        self._make_room()
+        self._sender.submit(lambda: self._write_step(step, figures, wall_time))
+
+    def _write_step(self, step: int, figures: Mapping[str, float], wall_time: float) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=n) for tag, n in figures.items()]
+        event = Event(wall_time=wall_time, step=step, summary=Summary(value=values))
+        self._records.write(event.SerializeToString())
+
     def mark_start(self, step: int) -> None:
         """Tell readers that nothing from `step` on, in this folder, has happened so far.
 
@@ -123,6 +137,9 @@ def open_writer(log_dir: str, on_open: Callable[[str, EventFile], None]) -> Any:
                     self.all_writers[folder] = Files(folder)
                 summary = scalar(main_tag, value)
                 self.all_writers[folder].add_summary(summary, global_step, walltime)
+
+        def add_step(self, step: int, figures: Mapping[str, float]) -> None:
+            self._get_file_writer().event_writer.add_step(step, figures)
 
     return Writer(log_dir)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,8 +163,7 @@ class TBLogger(TrainerCallback):
         metrics: dict[str, float],
     ) -> None:
         if self.step_metrics and state.is_world_process_zero:
-            for name, value in metrics.items():
-                self._add(name, value, step)
+            self._add(metrics.items(), step)
 
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any]
@@ -219,13 +218,16 @@ class TBLogger(TrainerCallback):
     # Scalars
 
     def _add_record(self, record: Mapping[str, Any], step: int) -> None:
+        self._add(self._tagged(record), step)
+
+    def _tagged(self, record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for spec in self.specs:
             value = record.get(spec.source)
             if value is not None:
-                self._add(spec.tag, self._transformed(spec, value, record), step)
+                yield spec.tag, self._transformed(spec, value, record)
         for name, value in record.items():
             if name not in self._named and name not in _COUNTERS:
-                self._add(name, value, step)
+                yield name, value
 
     def _transformed(self, spec: TBScalarSpec, value: Any, record: Mapping[str, Any]) -> Any:
         if spec.transform is None:
@@ -238,10 +240,20 @@ class TBLogger(TrainerCallback):
                 logger.warning("TBLogger: the transform of %r failed: %r", spec.tag, error)
             return None
 
-    def _add(self, tag: str, value: Any, step: int) -> None:
-        for name, number in _numbers(tag, value):
-            if self._written.get(name) != step:
-                self._written[name] = step
+    def _add(self, tagged: Iterable[tuple[str, Any]], step: int) -> None:
+        """Hand all figures of a step over at once: each call costs as much as all of them."""
+        figures: dict[str, float] = {}
+        for tag, value in tagged:
+            for name, number in _numbers(tag, value):
+                if self._written.get(name) != step:
+                    self._written[name] = step
+                    figures[name] = number
+        if not figures:
+            return
+        if isinstance(self.summary_writer, ResumableSummaryWriter):
+            self.summary_writer.add_step(step, figures)
+        else:
+            for name, number in figures.items():
                 self.summary_writer.add_scalar(name, number, step)
 
     @staticmethod
@@ -254,7 +266,9 @@ class TBLogger(TrainerCallback):
 
 def _numbers(tag: str, value: Any) -> Iterator[tuple[str, float]]:
     """The numbers in a value: itself, or those of a list under numbered tags."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, float):
+        yield tag, value
+    elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _numbers(f"{tag}/{index}", item)
     elif value is not None and not isinstance(value, str | Mapping):
