@@ -32,6 +32,7 @@ from headway.checkpoint.model import (
     plan_model,
 )
 from headway.checkpoint.optimizer import plan_optimizer
+from headway.checkpoint.parameter_state import ParameterState
 from headway.checkpoint.ranks import Ranks, SoloRanks
 from headway.checkpoint.rng import RNGState
 from headway.checkpoint.sharding import local_part
@@ -223,6 +224,9 @@ def _layout_difference(component: StateComponent, manifest: Manifest, ranks: Ran
     saved, now = manifest.topology, ranks.topology()
     match component.sharing_pattern:
         case SharingPattern.PER_RANK:
+        if isinstance(component.stateful, ParameterState):
+            component.stateful.load_from(_open_shards(directory, stem, ranks))
+            return
             then, here = saved.get("world_size", 1), ranks.world_size
             what = f"it was saved by {then} ranks, this run has {here}"
         case SharingPattern.PER_NODE:

@@ -58,6 +58,8 @@ class StagedComponent:
     """Whole files, written by this rank."""
     optimizer: dict[str, Any] | None = None
     """The JSON part of an optimizer's state; rank 0 joins those of all ranks."""
+    follows_steps: bool = False
+    """Whether nothing but an optimizer step leads to a change of its tensors."""
 
 
 @dataclass

@@ -35,6 +35,7 @@ from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.manifest import finite_or_text
 from headway.checkpoint.model import ModelTensors, collect_model
 from headway.checkpoint.optimizer import expected_state_bytes, split_optimizer
+from headway.checkpoint.parameter_state import ParameterState
 from headway.checkpoint.ranks import Ranks
 from headway.checkpoint.sharding import as_slice
 from headway.checkpoint.staged import (
@@ -66,6 +67,8 @@ class HostBuffers:
 
     def __init__(self, *, pinned: bool = False) -> None:
         self.pinned = pinned
+        self.spare_bytes = 0
+        """Room that may stay unused, since what is copied will need it at times."""
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._release: Callable[[], Any] = lambda: None
 
@@ -76,7 +79,8 @@ class HostBuffers:
 
     def reserve(self, size: int) -> None:
         """Have room for `size` bytes, and for not much more."""
-        if size <= self.capacity_bytes <= max(_MOST_SLACK * size, size + _ALIGN_BYTES):
+        most = max(_MOST_SLACK * (size + self.spare_bytes), size + _ALIGN_BYTES)
+        if size <= self.capacity_bytes <= most:
             return
         # The old memory goes first: the two together would be twice the state.
         self._release()
@@ -146,7 +150,14 @@ class Stager:
         size = sum(_aligned(num_bytes(tensor)) for tensor in tensors)
         if contents.optimizer is not None:
             size += expected_state_bytes(contents.optimizer, _aligned)
-        self._make_buffers(tensors).reserve(size + size // _GROWTH)
+        buffers = self._make_buffers(tensors)
+        buffers.spare_bytes = sum(
+            c.stateful.expected_growth_bytes(_aligned)
+            for c in contents.components
+            if isinstance(c.stateful, ParameterState)
+        )
+        size += buffers.spare_bytes
+        buffers.reserve(size + size // _GROWTH)
 
     def stage(
         self, contents: CheckpointContents, metrics: Mapping[str, Any] | None = None
@@ -195,6 +206,7 @@ class Stager:
         key, pattern = component.key, component.sharing_pattern
         plain_json(component.metadata, f"the metadata of component {key!r}")
         staged = StagedComponent(key, pattern, dict(component.metadata))
+        staged.follows_steps = isinstance(component.stateful, ParameterState)
         ranks = self._ranks
         if not ranks.writes(component):
             return staged
@@ -314,9 +326,11 @@ def _changed_by_step_only(staged: StagedCheckpoint) -> set[int]:
     """Tensors that nothing changes before the next optimizer step, by `id`."""
     found: set[int] = set()
     for component in staged.components:
-        if component.key == "optimizer" and component.shards is not None:
+        if component.shards is None:
+            continue
+        if component.key == "optimizer" or component.follows_steps:
             found |= {id(tensor) for tensor in component.shards.tensors.values()}
-        elif component.key == "model" and component.shards is not None:
+        elif component.key == "model":
             tensors = component.shards.tensors.values()
             found |= {id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)}
     return found

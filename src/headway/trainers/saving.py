@@ -43,6 +43,7 @@ from headway.trainers.preflight import check_output_dir
 from headway.trainers.resume import (
     Found,
     check_progress,
+from headway.trainers.callback_tensors import part_of, tensor_components
     find_checkpoint,
     kept_components,
     make_report,
@@ -193,6 +194,8 @@ class Saver:
                 tokenizer_saver if callable(tokenizer_saver) and "model" in kept else None
             ),
             run_config=self._run_config,
+        if "callbacks" in kept:
+            components += tensor_components(trainer.bus, model)
             stores_model="model" in kept,
         )
 
@@ -318,7 +321,8 @@ class Saver:
         with trainer._ranks().together("looking for the parts of the checkpoint"):
             require_parts(path, wanted & {*required, "trainer"})
         # What a strategy adds counts as the trainer's own.
-        own = {c.key for c in contents.components if c.key not in LOADABLE and "trainer" in wanted}
+        others = [c for c in contents.components if c.key not in LOADABLE]
+        own = {c.key for c in others if part_of(c) in wanted}
         keys = {"model", "optimizer", *(c.key for c in contents.components)} & (wanted | own)
         if "model" not in self._kept:
             take_weights(trainer, str(path))
