@@ -165,7 +165,7 @@ def _warn_of_nothing(
     """Say why a group is empty; `owners` has the group of every name, None where it is frozen."""
     matched = [name for name in owners if pattern.search(name)]
     if not matched:
-        close = ", ".join(_closest(pattern.pattern, list(owners)))
+        close = ", ".join(closest_names(pattern.pattern, list(owners)))
         reason = f"matches no parameter; the closest are: {close}"
     elif all(owners[name] is None for name in matched):
         reason = f"matches frozen parameters only ({_shorten(matched)})"
@@ -183,7 +183,7 @@ def _shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_SHOWN]) + more
 
 
-def _closest(pattern: str, names: list[str]) -> list[str]:
+def closest_names(pattern: str, names: list[str]) -> list[str]:
     """Parameter names that look most like what a pattern was to match."""
     parts = {part for name in names for part in name.split(".")}
     words = re.findall(r"[A-Za-z_][A-Za-z0-9_]*", re.sub(r"\\[a-zA-Z]", " ", pattern))
