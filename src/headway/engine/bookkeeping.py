@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway.engine.blame import name_culprit
 from headway.engine.events import EventBus
 
 logger = logging.getLogger(__name__)
@@ -288,5 +289,5 @@ class Bookkeeping:
             alone = not operation.distributed or self._num_ranks == 1
             if alone and self._bus.tolerate(operation.owner, where, error):
                 return
-            error.add_note(f"raised by callback {operation.owner!r} in {where}")
+            name_culprit(error, operation.owner, where)
         raise error

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headway.engine.callback_config import CallbackConfig
+from headway.engine.blame import name_culprit
 from headway.engine.state import TrainerControl, TrainerState
 from headway.errors import ConfigError, unknown
 
@@ -279,7 +280,7 @@ class EventBus:
                 mistake = isinstance(error, ConfigError) and event in _EVENTS_OF_SETUP
                 if not mistake and self.tolerate(name, event, error):
                     continue
-                error.add_note(f"raised by callback {name!r} in {event}")
+                name_culprit(error, name, event)
                 raise
 
     def fire_to_all(self, event: str, **extra: Any) -> list[BaseException]:
@@ -292,7 +293,7 @@ class EventBus:
             except Exception as error:
                 if self.tolerate(name, event, error):
                     continue
-                error.add_note(f"raised by callback {name!r} in {event}")
+                name_culprit(error, name, event)
                 logger.exception("callback %r failed in %s", name, event)
                 errors.append(error)
         return errors
@@ -356,6 +357,7 @@ class EventBus:
                     states[name] = callback.state()
             except Exception as error:
                 if not self.tolerate(name, "state_dict", error):
+                    name_culprit(error, name, "state_dict")
                     raise
         return states
 
@@ -371,6 +373,7 @@ class EventBus:
                     vars(callback).update(vars(type(callback).from_state(states[name])))
             except Exception as error:
                 if not self.tolerate(name, "load_state_dict", error):
+                    name_culprit(error, name, "load_state_dict")
                     raise
         absent = sorted(set(states) - set(self.callbacks))
         if absent:

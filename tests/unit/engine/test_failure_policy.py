@@ -120,13 +120,57 @@ def test_an_observer_that_fails_at_the_end_costs_nothing(tmp_path, event):
     assert failing.heard[-1] == other.heard[-1] == "on_close"
 
 
-def test_other_callbacks_end_the_run_and_are_named(tmp_path):
+class Odd(Exception):
+    """An error whose words are its own affair."""
+
+    def __str__(self):
+        return f"odd {self.args[0]}"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("disk"), "callback 'Acting', on_step_end: disk"),
+        (RuntimeError(), "callback 'Acting', on_step_end"),
+        (OSError("disk"), "callback 'Acting', on_step_end: disk"),
+        (OSError(28, "full", "log"), "[Errno 28] callback 'Acting', on_step_end: full: 'log'"),
+        (ConfigError(["a", "b"]), "callback 'Acting', on_step_end: a\n"
+                                  "callback 'Acting', on_step_end: b"),
+        (Odd("one"), "odd callback 'Acting', on_step_end: one"),
+        (Odd("one", "two"), "odd one"),
+        (KeyboardInterrupt(), ""),
+    ],
+)  # fmt: skip
+def test_other_callbacks_end_the_run_and_are_named(tmp_path, error, told):
     class Acting(Observer):
         failure_policy = "raise"
 
-    with pytest.raises(RuntimeError, match="disk") as caught:
-        tiny_trainer(tmp_path, [Acting()], max_steps=3).train()
-    assert caught.value.__notes__ == ["raised by callback 'Acting' in on_step_end"]
+    with pytest.raises(type(error)) as caught:
+        tiny_trainer(tmp_path, [Acting("on_step_end", error)], max_steps=3).train()
+    assert str(caught.value) == told
+    noted = getattr(caught.value, "__notes__", [])
+    assert noted == ([] if "Acting" in told else ["raised by callback 'Acting' in on_step_end"])
+
+
+@pytest.mark.parametrize("part", ["state_dict", "load_state_dict"])
+def test_a_callback_whose_state_fails_is_named(tmp_path, part):
+    class Keeper(TrainerCallback):
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    def fail(*_):
+        raise ValueError("lost")
+
+    options = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    if part == "load_state_dict":
+        tiny_trainer(tmp_path, [Keeper()], **options).train()
+    keeper = Keeper()
+    setattr(keeper, part, fail)
+    with pytest.raises(Exception, match=f"callback 'Keeper', {part}: lost"):
+        tiny_trainer(tmp_path, [keeper], **options).train()
 
 
 def test_an_interrupt_inside_an_observer_is_not_taken_for_its_failure(tmp_path):
