@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from headway.callbacks.remote.trackio_tracker import TrackioCallback
     from headway.callbacks.remote.wandb_tracker import WandBCallback
     from headway.callbacks.remote.webhook import WebhookCallback
+    from headway.callbacks.schedule.batch_size import BatchSizeSchedulerCallback
+    from headway.callbacks.schedule.freeze import FreezeCallback
+    from headway.callbacks.schedule.qat_switch import QATSwitchCallback
+    from headway.callbacks.schedule.sequence_length import SequenceLengthSchedulerCallback
     from headway.callbacks.watch.default_metrics import DefaultMetrics
     from headway.callbacks.watch.gap_monitor import GAPMonitorCallback
     from headway.callbacks.watch.gpu_memory_monitor import GPUMemoryMonitorCallback
@@ -37,12 +41,14 @@ if TYPE_CHECKING:
     from headway.callbacks.watch.weight_norm_logger import WeightNormLogger
 
 __all__ = [
+    "BatchSizeSchedulerCallback",
     "BeakerCallback",
     "CometCallback",
     "CometNotificationSetting",
     "ConfigSaverCallback",
     "ConsoleLoggerCallback",
     "DefaultMetrics",
+    "FreezeCallback",
     "GAPMonitorCallback",
     "GPUMemoryMonitorCallback",
     "GradNormLogger",
@@ -56,7 +62,9 @@ __all__ = [
     "PeakMemory",
     "ProfilerCallback",
     "ProgressCallback",
+    "QATSwitchCallback",
     "ResumableSummaryWriter",
+    "SequenceLengthSchedulerCallback",
     "SlackNotificationSetting",
     "SlackNotifierCallback",
     "SpeedMonitorCallback",
@@ -96,6 +104,10 @@ __getattr__, __dir__ = lazy_exports(
         "remote.trackio_tracker": ("TrackioCallback",),
         "remote.wandb_tracker": ("WandBCallback",),
         "remote.webhook": ("WebhookCallback",),
+        "schedule.batch_size": ("BatchSizeSchedulerCallback",),
+        "schedule.freeze": ("FreezeCallback",),
+        "schedule.qat_switch": ("QATSwitchCallback",),
+        "schedule.sequence_length": ("SequenceLengthSchedulerCallback",),
         "watch.default_metrics": ("DefaultMetrics",),
         "watch.gap_monitor": ("GAPMonitorCallback",),
         "watch.gpu_memory_monitor": ("GPUMemoryMonitorCallback",),
