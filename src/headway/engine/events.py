@@ -228,9 +228,14 @@ class EventBus:
             raise ConfigError(
                 f"callback {wanted!r}: " + unknown("failure_policy", policy, FAILURE_POLICIES)
             )
-        chosen = name or getattr(callback, "__dict__", {}).get("callback_name")
-        if chosen is not None and chosen in self.callbacks:
-            raise ConfigError(f"two callbacks have the name {chosen!r}; give each its own")
+        # One that goes by its class gets a number; a name of its own must be the only one, since
+        # it is what its state in checkpoints is found by.
+        if wanted in self.callbacks and (name or wanted != type(callback).__name__):
+            first = type(self.callbacks[wanted]).__name__
+            raise ConfigError(
+                f"two callbacks have the name {wanted!r}: {first} and {type(callback).__name__}; "
+                "give each its own"
+            )
         unique, count = wanted, 1
         while unique in self.callbacks:
             count += 1

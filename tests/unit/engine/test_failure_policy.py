@@ -211,6 +211,24 @@ def test_one_name_given_twice_is_refused(tmp_path):
     first.callback_name = second.callback_name = "watch"
     with pytest.raises(ConfigError, match="two callbacks have the name 'watch'"):
         tiny_trainer(tmp_path, [first, second])
+
+    class Named(TrainerCallback):
+        name = "watch"
+
+    class Told(TrainerCallback):
+        @property
+        def name(self):
+            return "watch"
+
+    for pair in ([first, Named()], [Named(), Told()], [Told(), Told()]):
+        kinds = " and ".join(type(one).__name__ for one in pair)
+        with pytest.raises(ConfigError, match=f"two callbacks have the name 'watch': {kinds};"):
+            tiny_trainer(tmp_path, pair)
+    assert list(tiny_trainer(tmp_path, [Named(), Observer(), Observer()]).callbacks) == [
+        "watch",
+        "Observer",
+        "Observer_2",
+    ]
     run = tmp_path / "run.yaml"
     run.write_text("callbacks:\n  log: JsonLogger\n  log: InfoCallback\n")
     with pytest.raises(ConfigError, match="'log' is given twice"):
