@@ -118,7 +118,7 @@ class MetricBuffer:
         Without `reduce_type` each rank keeps its own value. A name keeps one reduce type for the
         whole run.
         """
-        name = _full_name(name, namespace)
+        name = _full_name(_require_name(name), namespace)
         kind: ReduceType | None = _member(ReduceType, "reduce_type", reduce_type)
         merge = _member(MetricMergeStrategy, "merge_strategy", merge_strategy)
         if self._reduce_types.setdefault(name, kind) != kind:
@@ -182,6 +182,12 @@ class MetricBuffer:
         """Hand over what waits for a flush."""
         steps, self._steps = self._steps, {}
         return steps
+
+
+def _require_name(name: Any) -> str:
+    if isinstance(name, str) and name.strip("/ "):
+        return name
+    raise ConfigError(f"a metric's name must be a text that is not empty, got {name!r}")
 
 
 def _one_number(name: str, value: Any) -> Value:

@@ -106,6 +106,11 @@ def test_bad_values_are_named():
     for wrong in ("1.0", None, [1.0, 2.0]):
         with pytest.raises(ConfigError, match="'x' must be one number, got"):
             buffer.record(1, "x", wrong)
+    for wrong in ("", " ", "/", None, 3):
+        with pytest.raises(ConfigError, match="name must be a text that is not empty"):
+            buffer.record(1, wrong, 1.0)
+        with pytest.raises(ConfigError, match="name must be a text that is not empty"):
+            buffer.record(1, wrong, 1.0, namespace="optim")
     with pytest.raises(ConfigError, match="reduce_type 'men'; did you mean 'mean'"):
         buffer.record(1, "x", 1.0, "men")
     with pytest.raises(ConfigError, match="merge_strategy"):
