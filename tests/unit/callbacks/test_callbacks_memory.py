@@ -69,6 +69,31 @@ def test_host_memory_without_cuda(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert not list(tmp_path.rglob("*.pickle"))
 
 
+class Fail(TrainerCallback):
+    def on_step_end(self, state: Any) -> None:
+        if state.global_step == 3:
+            raise RuntimeError("power")
+
+
+def test_a_resumed_run_shows_each_step_once_and_the_file_is_closed(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "curves"
+    common = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5, "num_samples": 32}
+    first, second = PeakMemory(str(folder)), PeakMemory(str(folder))
+    with pytest.raises(RuntimeError, match="power"):
+        tiny_trainer(tmp_path, [Fail(), first], **common, logging_steps=1).train()
+    # What came after the checkpoint but before the power went.
+    first.summary_writer.add_scalar("peak_memory_rank0", 1.0, 3)
+    first.summary_writer.close()
+    tiny_trainer(tmp_path, [second], resume_from_checkpoint=True, **common).train()
+    assert first.summary_writer.file_writer is second.summary_writer.file_writer is None
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    assert [event.step for event in found.Scalars("peak_memory_rank0")] == [1, 2, 3, 4, 5]
+
+
 def fake_cuda(monkeypatch: pytest.MonkeyPatch, **stats: int) -> dict[str, int]:
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device=None: dict(stats_now))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 9 * GIB)
@@ -140,7 +165,7 @@ def test_peak_memory_writes_its_snapshot_when_the_run_ends(
 
 @pytest.mark.parametrize(
     "options",
-    [{"do_log": 1}, {"file_prefix": "../up"}, {"file_prefix": ""}, {"summary_writer": "here"}],
+    [{"do_log": 1}, {"file_prefix": "../up"}, {"file_prefix": ""}, {"summary_writer": 3}],
 )
 def test_bad_options_of_peak_memory(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"{next(iter(options))}: .* given; allowed"):

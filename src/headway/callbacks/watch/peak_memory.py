@@ -10,19 +10,21 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from headway.callbacks.log.chosen_writer import ChosenWriter
 from headway.callbacks.profile.memory_history import MemoryHistory
 from headway.callbacks.watch.host_memory import GIB, peak_rss_bytes
 from headway.callbacks.watch.ranges import require_file_name, require_flag
 from headway.callbacks.watch.sharing import on_all_ranks
 from headway.engine.events import TrainerCallback
 from headway.engine.state import TrainerControl, TrainerState
-from headway.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
 class PeakMemory(TrainerCallback):
     """Tells peak memory per rank: to `summary_writer`, and with `do_log` as a line per record.
+
+    `summary_writer` is a folder for TensorBoard or a writer; a resumed run goes on in that folder.
 
     On CUDA that is the most that was allocated between two records. Without CUDA it is the most
     host memory (RSS) that the process ever had, which log records then have as `peak_mem_host`.
@@ -49,12 +51,8 @@ class PeakMemory(TrainerCallback):
         ):
             require_flag(option, given)
         require_file_name("file_prefix", file_prefix)
-        if summary_writer is not None and not callable(getattr(summary_writer, "add_scalar", None)):
-            raise ConfigError(
-                f"summary_writer: {type(summary_writer).__name__} given; allowed: an object with "
-                "add_scalar, such as a SummaryWriter of TensorBoard"
-            )
-        self.summary_writer = summary_writer
+        self._tensorboard = ChosenWriter(summary_writer, "add_scalar")
+        self.summary_writer = self._tensorboard.given
         self.show_details = show_details
         self.do_log = do_log
         self.enable_memory_snapshot = enable_memory_snapshot
@@ -76,6 +74,7 @@ class PeakMemory(TrainerCallback):
     ) -> None:
         self.rank, self.world_size = args.process_index, args.world_size
         self.max_allocated = 0
+        self._tensorboard.begin(args, state, trainer)
         device = trainer.strategy.device
         self._device = device if device.type == "cuda" else None
         self._snapshot = Path(args.output_dir) / f"{self.file_prefix}_rank{self.rank}.pickle"
@@ -85,6 +84,9 @@ class PeakMemory(TrainerCallback):
             self._history.start()
         elif self.rank == 0:
             logger.warning("enable_memory_snapshot: there is no CUDA device, so no snapshot")
+
+    def on_load(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+        self._tensorboard.rewind(state.global_step)
 
     def on_log_step(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any]
@@ -127,7 +129,14 @@ class PeakMemory(TrainerCallback):
             logger.info("%s", self._details())
 
     def on_close(self) -> None:
+        self._tensorboard.close()
         self._end_snapshot()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": 1, "tensorboard": self._tensorboard.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._tensorboard.load_state_dict(state.get("tensorboard"))
 
     @property
     def _kind(self) -> str:

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from headway.callbacks.log.chosen_writer import ChosenWriter
 from headway.callbacks.log.json_lines import JsonLogWriter, log_folder
-from headway.callbacks.log.summary_writer import ResumableSummaryWriter
 from headway.callbacks.watch.prompts import Batch, Coder, load_prompts, make_batches, new_tokens
 from headway.callbacks.watch.ranges import require_count, require_flag
 from headway.callbacks.watch.sharing import num_ranks, on_all_ranks
@@ -89,19 +89,11 @@ class TextgenCallback(TrainerCallback):
         require_count("seed", seed)
         require_count("batch_size", batch_size, least=1)
         require_flag("console", console)
-        if isinstance(summary_writer, str | os.PathLike):
-            summary_writer = ResumableSummaryWriter(summary_writer)
-        if summary_writer is not None and not callable(getattr(summary_writer, "add_text", None)):
-            raise ConfigError(
-                f"summary_writer: {summary_writer!r} given; allowed: a folder, an object with "
-                "add_text like a SummaryWriter, or none"
-            )
-        self.summary_writer = summary_writer
+        self._tensorboard = ChosenWriter(summary_writer, "add_text", finds=True)
+        self.summary_writer = self._tensorboard.given
         self.generation_steps, self.max_new_tokens = generation_steps, max_new_tokens
         self.seed, self.batch_size, self.console = seed, batch_size, console
         self.writer = None if file_name is None else JsonLogWriter(file_name)
-        self._tensorboard: Any = None
-        self._owns_tensorboard = False
         self._last_step: int | None = None
         self._start_step = 0
         self._event: str | None = None
@@ -129,7 +121,7 @@ class TextgenCallback(TrainerCallback):
                 "TextgenCallback needs a tokenizer; give the trainer processing_class, or a run "
                 "file its tokenizer"
             )
-        self._settle_tensorboard(args, state, trainer)
+        self._tensorboard.begin(args, state, trainer)
         model, strategy = trainer.strategy.unwrap(), trainer.strategy
         whole = not hasattr(strategy, "pipeline_generate")
 
@@ -146,8 +138,7 @@ class TextgenCallback(TrainerCallback):
         self._start_step = state.global_step
         if self.writer is not None:
             self.writer.rewind(state.global_step)
-        if self._owns_tensorboard:
-            self._tensorboard.rewind(state.global_step)
+        self._tensorboard.rewind(state.global_step)
 
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, trainer: Any
@@ -165,27 +156,24 @@ class TextgenCallback(TrainerCallback):
         self._event = None
         if self.writer is not None:
             self.writer.close()
-        if self._owns_tensorboard:
-            self._tensorboard.close()
+        self._tensorboard.close()
 
     def state_dict(self) -> dict[str, Any]:
         saved: dict[str, Any] = {"version": 1, "last_step": self._last_step}
         if self.writer is not None:
             saved["file"] = self.writer.state_dict()
-        if isinstance(self.summary_writer, ResumableSummaryWriter):
-            saved["tensorboard"] = self.summary_writer.state_dict()
+        tensorboard = self._tensorboard.state_dict()
+        if tensorboard is not None:
+            saved["tensorboard"] = tensorboard
         return saved
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         last_step = state.get("last_step")
         self._last_step = last_step if isinstance(last_step, int) else None
-        file, tensorboard = state.get("file"), state.get("tensorboard")
+        file = state.get("file")
         if self.writer is not None and isinstance(file, Mapping):
             self.writer.load_state_dict(file)
-        if isinstance(self.summary_writer, ResumableSummaryWriter) and isinstance(
-            tensorboard, dict
-        ):
-            self.summary_writer.load_state_dict(tensorboard)
+        self._tensorboard.load_state_dict(state.get("tensorboard"))
 
     # When
 
@@ -287,9 +275,10 @@ class TextgenCallback(TrainerCallback):
             data = {"samples": samples}
             self.writer.write_record(state.global_step, state.epoch, data, type="text")
         lines = [f"{sample['prompt']}{START}{sample['text']}" for sample in samples]
-        if self._tensorboard is not None:
-            self._tensorboard.add_text(TAG, "\n\n---\n\n".join(lines), state.global_step)
-            self._tensorboard.flush()
+        tensorboard = self._tensorboard.writer
+        if tensorboard is not None:
+            tensorboard.add_text(TAG, "\n\n---\n\n".join(lines), state.global_step)
+            tensorboard.flush()
         if self.console:
             from tqdm import tqdm
 
@@ -298,24 +287,6 @@ class TextgenCallback(TrainerCallback):
                 head = f"[step {state.global_step:,}, sample {number} of {len(lines)}]"
                 tqdm.write(f"{head} {_printable(line)}", file=sys.stderr)
             sys.stderr.flush()
-
-    def _settle_tensorboard(self, args: Any, state: TrainerState, trainer: Any) -> None:
-        """Find the writer of the run if none was given, and tell one of our own of the run."""
-        others = [callback for callback in trainer.callbacks.values() if callback is not self]
-        shared = [other for other in others if isinstance(other, ResumableSummaryWriter)]
-        shared += [
-            other.summary_writer
-            for other in others
-            if isinstance(getattr(other, "summary_writer", None), ResumableSummaryWriter)
-        ]
-        self._tensorboard = self.summary_writer
-        if self._tensorboard is None and shared:
-            self._tensorboard = shared[0]
-        self._owns_tensorboard = isinstance(self._tensorboard, ResumableSummaryWriter) and not any(
-            writer is self._tensorboard for writer in shared
-        )
-        if self._owns_tensorboard:
-            self._tensorboard.begin(args, state)
 
 
 def _printable(text: str) -> str:
