@@ -46,6 +46,8 @@ class TrainerState:
     train_batch_size: int | None = None
     num_train_epochs: float = 0
     num_input_tokens_seen: int = 0
+    num_input_tokens_skipped: int = 0
+    """Of the tokens seen, those of steps that were left out (`control.should_skip_step`)."""
     total_flos: float = 0.0
     train_seconds: float = 0.0
     """Seconds spent in the loop, over all resumes."""
@@ -59,6 +61,8 @@ class TrainerState:
     trial_name: str | None = None
     trial_params: dict[str, Any] | None = None
     stateful_callbacks: list[Any] = field(default_factory=list)
+    rate_factor: float = 1.0
+    """What rollbacks have multiplied the base learning rates by."""
     seed: int | None = None
     """The seed in use, drawn or given; a resume goes on with it."""
     raw_epoch: int = 0
@@ -112,10 +116,17 @@ class TrainerControl:
     should_log: bool = False
     should_abort_without_save: bool = False
     """Stop at once and write no checkpoint."""
+    should_skip_step: bool = False
+    """Set in `on_step_begin` or `on_window`, on all ranks alike: the step that begins is counted,
+    its data are passed over, and nothing is computed."""
     rollback: bool = False
     """Return to the newest checkpoint and go on from there."""
     rollback_skip_data: bool = False
     """With `rollback`: do not read again the data consumed since that checkpoint."""
+    rollback_before_step: int | None = None
+    """With `rollback`: to the newest checkpoint of this step or an earlier one."""
+    rollback_rate_factor: float | None = None
+    """With `rollback`: base learning rates are multiplied by this from then on."""
 
     def request_save(self, lifetime: str = "regular") -> None:
         """Ask for a save at the end of this step, never weakening what others asked for."""
