@@ -19,7 +19,7 @@ from headway.args import TrainingArguments
 from headway.engine.events import EventBus
 from headway.engine.flushing import Flusher
 from headway.engine.interval import Interval
-from headway.engine.metrics import GRAD_NORM, LOSS_SCALE, TRAIN_LOSS, Steps
+from headway.engine.metrics import GRAD_NORM, LOSS_SCALE, STEP_SKIPPED, TRAIN_LOSS, Steps
 from headway.engine.state import TrainerState
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,8 @@ class MetricDelivery:
                 else:
                     self._losses_sum += metrics[TRAIN_LOSS]
                     self._num_steps += 1
+            elif STEP_SKIPPED in metrics:
+                self.interval.add_left_out()
             self._bus.fire("on_metrics", step=step, metrics=metrics)
         if skipped:
             self._on_nonfinite(skipped)
@@ -101,6 +103,13 @@ class MetricDelivery:
                 "fuse_optim_with_backward may have updated other weights before it came"
             )
         message = f"loss or gradient was not finite at step {which}; {outcome}"
+        callbacks = self._bus.callbacks.items()
+        decider = next(
+            (n for n, one in callbacks if getattr(one, "decides_nonfinite", False)), None
+        )
+        if decider is not None:
+            logger.warning("%s (%s decides what follows)", message, decider)
+            return
         if action == "raise":
             raise NonFiniteError(message)
         logger.warning("%s (nonfinite_action=%s)", message, action)

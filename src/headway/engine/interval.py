@@ -41,6 +41,10 @@ class Interval:
         self._learning_rate = metrics[LEARNING_RATE]
         return skipped
 
+    def add_left_out(self) -> None:
+        """A step that was counted and not taken."""
+        self._num_skipped += 1
+
     def record(self, state: TrainerState) -> dict[str, Any]:
         """The log record: means over the interval, totals of the run."""
         steps = max(1, self._num_steps)
