@@ -48,10 +48,15 @@ class BackgroundSaver:
         self._last_error: str | None = None
 
     @property
+    def under_way(self) -> int | None:
+        """The step whose save is being written right now, if one is."""
+        return None if self.finished else self._step
+
+    @property
     def status(self) -> str:
         """One line for people: what is being written, or how the last save failed."""
-        if self._step is not None and not self.finished:
-            return f"writing the checkpoint of step {self._step}"
+        if self.under_way is not None:
+            return f"writing the checkpoint of step {self.under_way}"
         return self._last_error or "idle"
 
     def start(self, pending: PendingSave) -> None:

@@ -37,7 +37,7 @@ from headway.checkpoint.manifest import (
 from headway.checkpoint.nodes import find_common, require_same
 from headway.checkpoint.owner import new_nonce
 from headway.checkpoint.pins import is_pinned
-from headway.checkpoint.publication import publish
+from headway.checkpoint.publication import inherit_lifetime, publish
 from headway.checkpoint.ranks import Ranks, SoloRanks
 from headway.checkpoint.reader import held_elsewhere, load_contents, load_weights
 from headway.checkpoint.replication import check_contents
@@ -83,6 +83,7 @@ class CheckpointManager:
         save_total_limit: int | None = 2,
         preserve_n_best: int = 0,
         greater_is_better: bool = False,
+        retention: Mapping[str, Any] | None = None,
         keep_every_n_steps: int | None = None,
         digest: str = DEFAULT_DIGEST,
         max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -95,6 +96,7 @@ class CheckpointManager:
             "limit": save_total_limit,
             "num_best": preserve_n_best,
             "greater_is_better": greater_is_better,
+            **(retention or {}),
             "keep_every_n_steps": keep_every_n_steps,
         }
         choose_deletions([], **self._retention)  # checks the settings
@@ -287,7 +289,7 @@ class CheckpointManager:
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             metrics=pending.metrics,
             metric=pending.metric,
-            metadata=pending.metadata,
+            metadata=inherit_lifetime(pending.metadata, self.output_dir / pending.name),
         )
 
     def _publish(self, manifest: Manifest, temporary: Path, final: Path, nonce: str) -> None:

@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from headway.checkpoint.manifest import is_committed
+from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.manifest import is_committed, read_manifest
 from headway.checkpoint.pins import is_pinned
 from headway.checkpoint.storage import Storage
 
 logger = logging.getLogger(__name__)
+
+
+def inherit_lifetime(metadata: Mapping[str, Any], final: Path) -> dict[str, Any]:
+    """What a save that takes the place of a permanent checkpoint says of itself: it is one too."""
+    try:
+        earlier = read_manifest(final).metadata
+    except CheckpointError:
+        return dict(metadata)
+    if not earlier.get("permanent"):
+        return dict(metadata)
+    return {**{k: v for k, v in metadata.items() if k != "ephemeral"}, "permanent": True}
 
 
 def publish(storage: Storage, temporary: Path, final: Path, nonce: str) -> None:

@@ -50,13 +50,16 @@ def choose_deletions(
     num_best: int = 0,
     greater_is_better: bool = False,
     keep_every_n_steps: int | None = None,
+    keep_ephemeral: bool = False,
+    drop_ordinary: bool = False,
 ) -> list[str]:
     """Ids to delete, oldest first.
 
     Set aside what is not of kind training, the permanent, the pinned, the `num_best` best by
     metric and the multiples of `keep_every_n_steps`. Of the rest the newest save stays whatever it
-    is, other ephemeral ones go, and of the ordinary ones the `limit` newest by save counter stay
-    (`None`: all). So the newest training checkpoint is never deleted.
+    is, other ephemeral ones go (unless `keep_ephemeral`), and of the ordinary ones the `limit`
+    newest by save counter stay (`None`: all, or none with `drop_ordinary`). So the newest training
+    checkpoint is never deleted.
     """
     _check(limit, num_best, keep_every_n_steps)
     training = sorted((entry for entry in checkpoints if entry.kind == "training"), key=_age)
@@ -69,7 +72,13 @@ def choose_deletions(
         and (keep_every_n_steps is None or entry.step % keep_every_n_steps != 0)
     ]
     ordinary = [entry for entry in free if not entry.ephemeral]
-    stay = {entry.id for entry in (ordinary if limit is None else ordinary[-limit:])}
+    if limit is not None:
+        ordinary = ordinary[-limit:]
+    elif drop_ordinary:
+        ordinary = []
+    stay = {entry.id for entry in ordinary}
+    if keep_ephemeral:
+        stay.update(entry.id for entry in free if entry.ephemeral)
     stay.update(entry.id for entry in training[-1:])
     return [entry.id for entry in free if entry.id not in stay]
 

@@ -9,27 +9,13 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from headway.args import TrainingArguments
-from headway.checkpoint.background import BackgroundSaver
-from headway.data.loader import Window, WindowLoader
 from headway.dist.agreement import exchange
-from headway.dist.channel import RankChannel
 from headway.dist.watch import at_forced_end
 from headway.engine.best import update_best
-from headway.engine.bookkeeping import Bookkeeping
-from headway.engine.cancel import CancelRequests
-from headway.engine.counts import count_window
 from headway.engine.delivery import MetricDelivery, NonFiniteError
-from headway.engine.events import EventBus
 from headway.engine.flushing import Flusher
 from headway.engine.last_metrics import dump_last_metrics
 from headway.engine.lifetimes import (
@@ -39,21 +25,13 @@ from headway.engine.lifetimes import (
     save_bits,
     strongest,
 )
-from headway.engine.metrics import (
-    GRAD_NORM,
-    LOSS_SCALE,
-    TRAIN_LOSS,
-    MetricBuffer,
-    Value,
-    learning_rate_name,
-)
+from headway.engine.parts import LoopParts
 from headway.engine.rescue import LastStep
+from headway.engine.rollback import RollbackRequest
 from headway.engine.signals import SignalRequests
-from headway.engine.state import TrainerState
-from headway.engine.triggers import Clock, Length, Trigger
+from headway.engine.step import Stepper
+from headway.engine.triggers import Clock
 from headway.errors import ConfigError
-from headway.strategies.base import Strategy
-from headway.strategies.objective import Objective
 
 logger = logging.getLogger(__name__)
 
@@ -62,51 +40,6 @@ logger = logging.getLogger(__name__)
     _INTERRUPT, _SIGINT, _SIGTERM, _CANCEL, _OPERATION,
 ) = (1 << n for n in range(14))  # fmt: skip
 _BY_SIGNAL = {signal.SIGINT: _SIGINT, signal.SIGTERM: _SIGTERM}
-
-
-@dataclass
-class LoopParts:
-    """Everything the loop works with, put together by the trainer."""
-
-    args: TrainingArguments
-    state: TrainerState
-    bus: EventBus
-    strategy: Strategy
-    objective: Objective
-    optimizer: Optimizer
-    scheduler: LRScheduler | None
-    loader: WindowLoader
-    metrics: MetricBuffer
-    length: Length
-    log_trigger: Trigger
-    eval_trigger: Trigger
-    save_trigger: Trigger
-    steps_per_epoch: int
-    flops_per_token: float
-    log: Callable[[dict[str, Any], bool], None]
-    """Deliver a record; the second argument says whether `on_log_step` goes first."""
-    evaluate: Callable[[Callable[[], bool]], dict[str, float] | None]
-    """Evaluate unless the argument, asked between batches, says to end: then None."""
-    save: Callable[[dict[str, float] | None, str], None]
-    """Save the current step with its metrics, if it was evaluated, to stay for a lifetime."""
-    saves: BackgroundSaver
-    deliver_save: Callable[[], None]
-    """Announce the save that has ended; raises what it failed with."""
-    rollback: Callable[[bool], None]
-    save_at_start: Callable[[str], None]
-    """Keep the state before the first step; it is written once a step went well."""
-    on_first_step: Callable[[], None]
-    """Called once, when the first step went well."""
-    rescue: Callable[[], None]
-    """Save the current step after an error, unless it is saved already."""
-    cancel: CancelRequests
-    bookkeeping: Bookkeeping
-    channel: RankChannel | None = None
-    """On which ranks join metrics; None where there is one rank only."""
-    checkpointed: bool = False
-    """A callback decides when to save: the run's end is saved too, for good if it is complete."""
-    relieve: Callable[[], Any] = bool
-    """Between steps: give device memory back where there is too little."""
 
 
 class TrainingLoop:
@@ -119,11 +52,9 @@ class TrainingLoop:
         self.aborted = False
         self.interrupted_by: str | None = None
         """What stopped it from outside before its length was done: a signal, or `stop_at`."""
-        self.num_samples = 0
         self.delivery = MetricDelivery(
             parts.args, parts.state, parts.bus, Flusher(parts.metrics, parts.channel)
         )
-        self._rate_names: list[str] = []
         self._clock = Clock(
             time.monotonic(),
             parts.state.train_seconds,
@@ -134,6 +65,7 @@ class TrainingLoop:
         self._last_metrics: dict[str, float] | None = None
         self._stepped = False
         self._last_step = LastStep(parts.loader, parts.bus, active=parts.args.save_on_error)
+        self.stepper = Stepper(parts, self._last_step)
         self._evaluates = parts.eval_trigger.active
         self._saves = parts.save_trigger.active or parts.checkpointed
 
@@ -168,6 +100,12 @@ class TrainingLoop:
     def cut_short(self) -> bool:
         """Whether somebody outside wants it to end, and waits: nothing more than a save then."""
         return self.interrupted_by is not None or self.parts.cancel.agreed
+
+    @property
+    def asked_to_end(self) -> bool:
+        """Whether this rank is asked to end, by somebody who waits; the others need not be."""
+        late = self.parts.length.out_of_time(self._clock, time.monotonic())
+        return late or self.cut_short or bool(self._outside_bits())
 
     @property
     def outcome(self) -> str:
@@ -233,12 +171,12 @@ class TrainingLoop:
         first_step, fresh = p.state.global_step, p.loader.position == 0
         self._last_step.leave()
         for window in p.strategy.feed(p.loader):
-            self._step(window)
+            self.stepper.take(window)
             if not self._stepped:
                 self._stepped = True
                 p.on_first_step()
-            if self._boundary():  # rolled back: the windows in flight are of another time
-                return
+            if self._boundary() or self._settle():
+                return  # rolled back: the windows in flight are of another time
             if self.stopped or p.bus.control.should_epoch_stop or self._done:
                 break
             self._last_step.leave()
@@ -261,52 +199,6 @@ class TrainingLoop:
         p.bus.fire("on_epoch_end")
         if not self.aborted and p.state.epoch == p.state.raw_epoch:
             self._act_at_epoch_end()
-
-    def _step(self, window: Window) -> None:
-        """One optimizer step: six hops, none back up."""
-        p, state, fire = self.parts, self.parts.state, self.parts.bus.fire
-        fire("on_step_begin")
-        fire("on_window", window=window)
-        totals = count_window(window, p.strategy, changed=p.bus.listens("on_window"))
-        num_targets = totals.num_target_tokens
-        if isinstance(num_targets, int):
-            num_targets = max(1, num_targets)
-        loss = p.strategy.forward_backward(window, p.objective, num_targets, fire)
-        fire("on_gradients")
-        grad_norm = p.strategy.clip(p.args.max_grad_norm)
-        fire("on_pre_optimizer_step")
-        self._last_step.update()
-        taken = p.strategy.apply(p.optimizer, loss, grad_norm)
-        fire("on_optimizer_step")
-        measured = self._read_rates()
-        state.num_input_tokens_seen += totals.num_tokens
-        if p.scheduler is not None and taken:
-            p.scheduler.step()
-        fire("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=totals.num_tokens)
-        state.global_step += 1
-        state.total_flos += p.flops_per_token * totals.num_tokens
-        self.num_samples += totals.num_samples
-        in_epoch = p.loader.epoch_fraction
-        if in_epoch is None:
-            in_epoch = (state.global_step - state.epoch_start_step) / p.steps_per_epoch
-        state.epoch = state.raw_epoch + in_epoch
-        self._last_step.reach()
-        measured[TRAIN_LOSS], measured[GRAD_NORM] = loss, grad_norm
-        if p.strategy.loss_scale is not None:
-            measured[LOSS_SCALE] = p.strategy.loss_scale.value
-        p.metrics.record_step(state.global_step, measured)
-        fire("on_step_end")
-
-    def _read_rates(self) -> dict[str, Value]:
-        """The learning rate of every group, as the update used it."""
-        groups, names = self.parts.optimizer.param_groups, self._rate_names
-        if len(names) != len(groups):
-            names[:] = map(learning_rate_name, range(len(groups)))
-        return {
-            # The schedule writes into a tensor.
-            name: rate.clone() if isinstance(rate := group["lr"], Tensor) else rate
-            for name, group in zip(names, groups)
-        }
 
     def _boundary(self) -> bool:
         """Act on what is due and what was asked for; returns whether the run was rolled back."""
@@ -348,6 +240,22 @@ class TrainingLoop:
             self.delivery.collect()
         return rolled_back
 
+    def _settle(self) -> bool:
+        """After all that was due: the event for it, and what its handlers ask for.
+
+        Returns whether the run was rolled back.
+        """
+        p = self.parts
+        if self.aborted or not p.bus.listens("on_step_settled"):
+            return False
+        p.bus.fire("on_step_settled")
+        wanted = self._take_flags() | self._outside_bits() | self._length_bits(time.monotonic())
+        wanted = p.strategy.agree(wanted)
+        if wanted & _LOG:
+            self._log()
+            wanted |= p.strategy.agree(self._take_flags())
+        return self._act(wanted) if wanted else False
+
     def _take_flags(self) -> int:
         """What callbacks ask for; requests of one step are lowered as they are read."""
         control = self.parts.bus.control
@@ -380,7 +288,7 @@ class TrainingLoop:
             wanted |= p.strategy.agree(self._take_flags())
         p.bus.control.should_epoch_stop = bool(wanted & _END_EPOCH)
         if wanted & _ROLLBACK and not wanted & _ABORT:
-            self._rollback(bool(wanted & _SKIP_DATA))
+            self._rollback(skip_data=bool(wanted & _SKIP_DATA))
             return True
         self._note_stops(wanted)
         return False
@@ -476,11 +384,10 @@ class TrainingLoop:
         evaluated_here = self._evaluated_step == p.state.global_step
         p.save(self._last_metrics if evaluated_here else None, lifetime)
 
-    def _rollback(self, skip_data: bool) -> None:
+    def _rollback(self, *, skip_data: bool) -> None:
         p = self.parts
         self.delivery.flush()
-        p.bus.control.rollback_skip_data = False
-        p.rollback(skip_data)
+        p.rollback(RollbackRequest.take(p.bus.control, skip_data=skip_data))
         self._start()
         self.delivery.start_interval()
         self._evaluated_step = self._saved_step = -1
@@ -498,3 +405,5 @@ class TrainingLoop:
         if saves and self._saved_step != p.state.global_step and not idle:
             self._save()
         p.state.train_seconds = self._clock.of_run(time.monotonic())
+        if not self.cut_short:
+            p.bus.fire("on_run_settled")

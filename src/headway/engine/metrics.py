@@ -31,6 +31,8 @@ SAVE_DURATION = "checkpoint/save_duration_s"
 """How long a save held training up."""
 SAVE_ASYNC_DURATION = "checkpoint/save_async_duration_s"
 """How long the save was written in the background."""
+SAVE_WAIT = "checkpoint/save_wait_s"
+"""How long a save waited for the one before it; above 0, saves take longer than their interval."""
 
 # One metric, two names: Hugging Face's short one and the namespaced one.
 ALIASES = {

@@ -23,6 +23,7 @@ from headway.checkpoint.manifest import MANIFEST_NAME
 from headway.errors import ConfigError
 from headway.models.hf import generation_config_of, hf_config_of, save_pretrained
 from headway.trainers.resume import kept_components
+from headway.trainers.weights_saving import begin_to_save
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,6 +54,19 @@ class Checkpointing:
 
     def _ranks(self) -> Ranks:
         raise NotImplementedError
+
+    @property
+    def last_saved_step(self) -> int | None:
+        """The step of the newest save that was begun, or of the checkpoint that was loaded."""
+        return None if self._saver is None else self._saver.last_step
+
+    def block_ephemeral_saves(self, name: str) -> None:
+        """No ephemeral saves until `name` is unblocked; to be called on all ranks alike."""
+        self.bus.ephemeral_blockers.add(name)
+
+    def unblock_ephemeral_saves(self, name: str) -> None:
+        """`name` has nothing against ephemeral saves any more; others may."""
+        self.bus.ephemeral_blockers.discard(name)
 
     def save_checkpoint(
         self, checkpoint_path: str | None = None, checkpoint_id: str | int | None = None
@@ -129,6 +143,16 @@ class Checkpointing:
                         path.replace(target / path.name)
                 shutil.rmtree(exported)
 
+    def save_weights(self, suffix: str, *, wait: bool = False) -> str:
+        """In a run: begin to write the weights as they are now as `checkpoint-<step>-<suffix>`.
+
+        For weights that are not those in training, such as an average; every rank calls it. The
+        directory is a model folder, is kept for good, and no run resumes from it. `on_save` fires
+        once it is complete; with `wait`, before this returns.
+        """
+        assert self._saver is not None, "called in a run"
+        return str(begin_to_save(self, self._saver, suffix, wait=wait))
+
     def set_best_checkpoint(self, best_checkpoint: str) -> None:
         """Say which checkpoint is the best: it is recorded, and kept for the rest of the run."""
         read_manifest(best_checkpoint)
@@ -138,6 +162,19 @@ class Checkpointing:
         self.state.best_model_checkpoint = str(best_checkpoint)
         if Path(best_checkpoint).absolute().parent == manager.output_dir:
             manager.pinned.add(Path(best_checkpoint).name)
+
+    def keep_checkpoint(self, path: str) -> None:
+        """Retention leaves a checkpoint of `output_dir` alone until it is released, or the process
+        ends; to be called on all ranks alike. A name will do for the path."""
+        self._manager().pinned.add(Path(path).name)
+
+    def release_checkpoint(self, path: str) -> None:
+        """Give a checkpoint back to retention, unless it is the best one."""
+        name = Path(path).name
+        if self.state.best_model_checkpoint is None or (
+            Path(self.state.best_model_checkpoint).name != name
+        ):
+            self._manager().pinned.discard(name)
 
     def resolve_checkpoint_path(self, checkpoint_path: str | None) -> str | None:
         """The checkpoint that is meant, the newest good one without a path; None if there is none.

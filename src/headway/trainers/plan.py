@@ -76,8 +76,10 @@ def plan_run(
     loader: WindowLoader,
     world_size: int,
     longest: Callable[[int], int] = int,
+    *,
+    checkpointed: bool = False,
 ) -> RunPlan:
-    """Work out a run's length and cadence.
+    """Work out a run's length and cadence; where a callback saves (`checkpointed`), only that.
 
     `longest` gives the largest of the ranks' values: their own streams may differ in length, and
     an epoch is over when the last one is.
@@ -110,7 +112,11 @@ def plan_run(
         eval_trigger=_trigger(
             args.eval_strategy, args.eval_steps, args.eval_every, delay=args.eval_delay
         ),
-        save_trigger=_trigger(args.save_strategy, args.save_steps, args.save_every),
+        save_trigger=(
+            Trigger("no", 0)
+            if checkpointed
+            else _trigger(args.save_strategy, args.save_steps, args.save_every)
+        ),
         tokens_per_step=step_tokens,
         expected_tokens=tokens,
     )

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.callbacks.save.checkpointer import find_checkpointer
 from headway.checkpoint import (
     CheckpointContents,
     CheckpointManager,
@@ -21,42 +22,47 @@ from headway.checkpoint import (
     next_checkpoint_path,
 )
 from headway.checkpoint.background import BackgroundSaver
-from headway.checkpoint.contents import OPTIMIZER_STATE_NAME
-from headway.checkpoint.jsonfile import read_json_object
-from headway.checkpoint.model import collect_model
 from headway.checkpoint.nodes import require_apart
-from headway.checkpoint.optimizer import find_regrouped
 from headway.checkpoint.replaced import set_aside
+from headway.checkpoint.staged import PendingSave
 from headway.config.rules_values import LOADABLE
 from headway.data.loader import WindowLoader
 from headway.engine.best import require_metric
-from headway.engine.metrics import LOAD_DURATION, SAVE_ASYNC_DURATION, SAVE_DURATION
+from headway.engine.metrics import (
+    LOAD_DURATION,
+    SAVE_ASYNC_DURATION,
+    SAVE_DURATION,
+    SAVE_WAIT,
+)
+from headway.engine.rollback import RollbackRequest
 from headway.models.hf import generation_config_of, hf_config_of
 from headway.optim.build import follow_scheduler
-from headway.optim.in_force import InForce
 from headway.optim.schedule_state import ScheduleState
 from headway.optim.scheduler import CurveLR
+from headway.trainers.callback_tensors import part_of, tensor_components
 from headway.trainers.fingerprints import take_fingerprints
 from headway.trainers.outside_weights import check_source, take_weights
-from headway.trainers.overruled import Overruled, find_overruled, join_overruled
 from headway.trainers.preflight import check_output_dir
 from headway.trainers.resume import (
     Found,
     check_progress,
-from headway.trainers.callback_tensors import part_of, tensor_components
     find_checkpoint,
     kept_components,
-    make_report,
     read_saved_seed,
     require_parts,
     wanted_components,
 )
+from headway.trainers.resumption import resume_run
+from headway.trainers.rollback import roll_back
 from headway.trainers.run_files import collect_run_files
 
 if TYPE_CHECKING:
     from headway.trainers.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+# Shorter ones are in the metric alone.
+_LONG_WAIT_S = 1.0
 
 
 class Saver:
@@ -69,6 +75,10 @@ class Saver:
         self._loader: WindowLoader | None = None
         self._fingerprints: dict[str, Any] = {}
         self._replaces = False
+        self.last_step: int | None = None
+        """The step of the newest save begun, or of the checkpoint loaded."""
+        self._held: PendingSave | None = None
+        self._told_of_waits = False
         self._kept = kept_components(args)
         if "model" not in self._kept:
             check_source(trainer)
@@ -84,16 +94,24 @@ class Saver:
         num_best = args.preserve_n_best if args.preserve_best_model else 0
         if args.load_best_model_at_end:
             num_best = max(1, num_best)
+        self.checkpointer = find_checkpointer(trainer.callbacks)
+        """The callback that decides about saves in place of the arguments, if there is one."""
+        retention: dict[str, Any] = {"limit": args.save_total_limit}
+        self._asynchronous = args.save_async
+        if self.checkpointer is not None:
+            retention = self.checkpointer.retention
+            if self.checkpointer.save_async is not None:
+                self._asynchronous = self.checkpointer.save_async
         self.manager = CheckpointManager(
             args.output_dir,
-            save_total_limit=args.save_total_limit,
+            retention=retention,
             preserve_n_best=num_best,
             greater_is_better=bool(greater),
             keep_every_n_steps=args.keep_every_n_steps,
             topology={"strategy": args.strategy_name},
             ranks=trainer._ranks(),
         )
-        self.background = BackgroundSaver(self.manager, asynchronous=args.save_async)
+        self.background = BackgroundSaver(self.manager, asynchronous=self._asynchronous)
 
     def find(self, resume: bool | str) -> Found | None:
         """The checkpoint to resume from, if any."""
@@ -176,6 +194,8 @@ class Saver:
                     )
                 )
         model = trainer.strategy.unwrap()
+        if "callbacks" in kept:
+            components += tensor_components(trainer.bus, model)
         tokenizer_saver = getattr(trainer.processing_class, "save_pretrained", None)
         progress = {
             **trainer.state.to_dict(),
@@ -194,8 +214,6 @@ class Saver:
                 tokenizer_saver if callable(tokenizer_saver) and "model" in kept else None
             ),
             run_config=self._run_config,
-        if "callbacks" in kept:
-            components += tensor_components(trainer.bus, model)
             stores_model="model" in kept,
         )
 
@@ -212,14 +230,55 @@ class Saver:
             contents.run_files = collect_run_files(asked, trainer.args, trainer.state)
         return contents
 
-    def save(self, metrics: dict[str, float] | None) -> None:
+    def save(self, metrics: dict[str, float] | None, lifetime: str = "regular") -> None:
         """Copy the state of the current step and begin to write it.
 
         `on_save` fires once it is committed: at a later step boundary, or now if saves are
         synchronous.
         """
-        self.deliver()
+        self.write_held()
+        self._await_earlier()
         started_s = time.monotonic()
+        self.background.start(self._stage(metrics, lifetime))
+        self._record_duration(
+            SAVE_DURATION, time.monotonic() - started_s, self._trainer.state.global_step
+        )
+        if not self._asynchronous:
+            self.deliver()
+
+    def hold(self, lifetime: str = "regular") -> None:
+        """Copy the state before the first step, to be written by `write_held`.
+
+        A run that cannot start changes nothing on disk.
+        """
+        self._held = self._stage(None, lifetime)
+
+    def write_held(self) -> None:
+        """Begin to write what is held, if anything."""
+        held, self._held = self._held, None
+        if held is not None:
+            self.background.start(held)
+            if not self._asynchronous:
+                self.deliver()
+
+    def _await_earlier(self) -> None:
+        """The save before this one must be through; training stands still until it is."""
+        slow, started_s = self.background.under_way, time.monotonic()
+        self.deliver()
+        waited_s, step = time.monotonic() - started_s, self._trainer.state.global_step
+        self._record_duration(SAVE_WAIT, waited_s if slow is not None else 0.0, step)
+        if waited_s >= _LONG_WAIT_S and self._trainer.env.rank == 0 and not self._told_of_waits:
+            self._told_of_waits = True
+            logger.warning(
+                "the checkpoint of step %d was still being written when that of step %d was due; "
+                "training waited %.1f s (%s): save less often, or to a faster disk",
+                slow,
+                step,
+                waited_s,
+                SAVE_WAIT,
+            )
+
+    def _stage(self, metrics: dict[str, float] | None, lifetime: str) -> PendingSave:
         trainer, state = self._trainer, self._trainer.state
         metric = None
         if metrics is not None:
@@ -228,13 +287,15 @@ class Saver:
             state.best_model_checkpoint = str(
                 Path(trainer.args.output_dir) / f"checkpoint-{state.global_step}"
             )
-        pending = self.manager.stage(
-            self._contents_to_save(), state.global_step, metrics=metrics, metric=metric
+        self.last_step = state.global_step
+        return self.manager.stage(
+            self._contents_to_save(),
+            state.global_step,
+            metrics=metrics,
+            metric=metric,
+            permanent=lifetime == "permanent",
+            ephemeral=lifetime == "ephemeral",
         )
-        self.background.start(pending)
-        self._record_duration(SAVE_DURATION, time.monotonic() - started_s, state.global_step)
-        if not trainer.args.save_async:
-            self.deliver()
 
     def save_now(self, path: str | None, checkpoint_id: str | int | None) -> str:
         """Save the current state, to a path or under an id, and wait for the commit."""
@@ -248,6 +309,7 @@ class Saver:
             self.save(None)
             self.deliver()
             return own
+        self.write_held()
         self.deliver()
         place = Path(target).absolute()
         manager = self.manager
@@ -270,7 +332,7 @@ class Saver:
         """Wait for the save under way, if any, and announce it; what it failed with is raised."""
         saved = self.background.collect()
         if saved is not None:
-            if self._trainer.args.save_async:
+            if self._asynchronous:
                 self._record_duration(SAVE_ASYNC_DURATION, saved.duration_s, saved.step)
             self._trainer.bus.fire("on_save", checkpoint_path=str(saved.path), step=saved.step)
 
@@ -334,6 +396,7 @@ class Saver:
             follow_scheduler(trainer.optimizer, trainer.lr_scheduler)
         if isinstance(trainer.lr_scheduler, CurveLR):
             trainer.lr_scheduler.mark()
+        self.last_step = trainer.state.global_step
         seconds = time.monotonic() - started_s
         self._record_duration(LOAD_DURATION, seconds, trainer.state.global_step)
         trainer.bus.fire("on_load", path=str(loaded.path))
@@ -341,60 +404,18 @@ class Saver:
 
     def resume(self, found: Found) -> None:
         """Go on from a checkpoint, and report what is not as it was."""
-        trainer = self._trainer
-        wanted = wanted_components(trainer.args)
-        configured = InForce.read(trainer.optimizer, trainer.lr_scheduler)
-        loaded = self.load(found.path, wanted)
-        in_force = InForce.read(trainer.optimizer, trainer.lr_scheduler)
-        report = make_report(
+        assert self._loader is not None
+        resume_run(
+            self._trainer,
             found,
-            loaded.manifest,
-            loaded.trainer_state,
+            self.load,
             config=self._run_config,
             fingerprints=self._fingerprints,
-            loaded=wanted,
-            schedule=getattr(trainer.lr_scheduler, "changes", ()) if "scheduler" in wanted else (),
-            overruled=self._join(find_overruled(configured, in_force)),
-            regrouped=self._find_regrouped(loaded.path) if "optimizer" in wanted else (),
-            in_force=in_force,
-            left_out_by=(
-                "checkpoint_components"
-                if trainer.args.load_components is None
-                else "load_components"
-            ),
+            step_samples=self._loader.deal.window_samples,
         )
-        report.log()
-        self._compare_steps(loaded.trainer_state.get("samples_per_step"))
-        if trainer.env.rank == 0:
-            report.write(trainer.args.output_dir)
 
-    def _join(self, own: list[Overruled]) -> list[Overruled]:
-        """What all ranks found: those of a pipeline have groups of their own."""
-        return join_overruled(self._trainer._ranks().exchange([vars(item) for item in own]))
-
-    def _find_regrouped(self, path: Path) -> list[str]:
-        trainer = self._trainer
-        assert trainer.optimizer is not None and trainer.strategy is not None
-        names = collect_model(trainer.strategy.unwrap()).names_by_id()
-        saved = read_json_object(path / OPTIMIZER_STATE_NAME)
-        own = find_regrouped(trainer.optimizer, names, saved)
-        told = trainer._ranks().exchange(own)
-        return list(dict.fromkeys(line for lines in told for line in lines))
-
-    def _compare_steps(self, before: Any) -> None:
-        """Another number of ranks makes another step of the same options."""
-        assert self._loader is not None
-        now = self._loader.deal.window_samples
-        if isinstance(before, int) and before != now and self._trainer.env.rank == 0:
-            logger.warning(
-                "an optimizer step takes %d samples now, it took %d in the run that saved the "
-                "checkpoint; set global_batch_size to keep it whatever the number of ranks",
-                now,
-                before,
-            )
-
-    def rollback(self, skip_data: bool) -> None:
-        """Return to the newest checkpoint of this run."""
+    def rollback(self, request: RollbackRequest) -> None:
+        """Return to an earlier checkpoint of this run."""
         assert self._loader is not None
         left_out = sorted({*LOADABLE} - self._kept)
         if left_out:
@@ -403,22 +424,7 @@ class Saver:
                 f"{', '.join(left_out)} (checkpoint_components)"
             )
         self.deliver()
-        path = self.manager.resolve(True)
-        if path is None:
-            raise RuntimeError(
-                "a rollback was asked for, but output_dir holds no checkpoint to return to"
-            )
-        position = self._loader.state_dict()
-        step = self._trainer.state.global_step
-        self.load(path)
-        if skip_data:
-            self._loader.load_state_dict(position)
-        logger.warning(
-            "rolled back from step %d to step %d%s",
-            step,
-            self._trainer.state.global_step,
-            ", keeping the data position" if skip_data else "",
-        )
+        roll_back(self._trainer, self, self._loader, request)
 
     def load_best(self) -> None:
         """Weights of the best checkpoint; counters and optimizer stay where they are."""

@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from headway.args import TrainingArguments
-from headway.callbacks import default_callbacks as make_default_callbacks
-from headway.callbacks import reporting_callbacks
 from headway.checkpoint.distributed import DistributedRanks
 from headway.checkpoint.ranks import Ranks, SoloRanks
 from headway.config.schema import RunConfig
@@ -32,9 +30,10 @@ from headway.dist.seed import derive_seed, draw_seed, seed_all
 from headway.engine.bookkeeping import Bookkeeping
 from headway.engine.cached_memory import CachedMemory
 from headway.engine.cancel import CancelRequests
-from headway.engine.events import EventBus, TrainerCallback, normalise_callbacks
-from headway.engine.loop import LoopParts, TrainingLoop
+from headway.engine.events import EventBus, TrainerCallback
+from headway.engine.loop import TrainingLoop
 from headway.engine.metrics import MetricBuffer
+from headway.engine.parts import LoopParts
 from headway.engine.signals import SignalRequests
 from headway.engine.state import TrainerControl, TrainerState, outcome_of
 from headway.errors import ConfigError
@@ -67,6 +66,7 @@ from headway.trainers.preparation import (
     model_source,
 )
 from headway.trainers.recording import Recording
+from headway.trainers.registration import Registration
 from headway.trainers.requests import RunRequests
 from headway.trainers.resume import wanted_components
 from headway.trainers.saving import Saver
@@ -74,7 +74,7 @@ from headway.trainers.saving import Saver
 logger = logging.getLogger(__name__)
 
 
-class Trainer(Recording, RunRequests, Checkpointing, Evaluation, LearningRateFinding):
+class Trainer(Registration, Recording, RunRequests, Checkpointing, Evaluation, LearningRateFinding):
     """Trains a model on one device; the classes derived from it choose another strategy.
 
     All arguments go by name. `args` may be a dict; `model` or `model_init` is needed. A list of
@@ -183,39 +183,6 @@ class Trainer(Recording, RunRequests, Checkpointing, Evaluation, LearningRateFin
             text = json.dumps(config, sort_keys=True, default=str)
             own = {f"version of {name}": str(found) for name, found in versions().items()}
             require_equal({"configuration": text, **own})
-
-    # Callbacks
-
-    def _register_callbacks(self, given: Any, with_defaults: bool) -> None:
-        listed = normalise_callbacks(given)
-        classes = [cb if isinstance(cb, type) else type(cb) for _, cb in listed]
-        own = make_default_callbacks(self.args) if with_defaults else []
-        for default in [*own, *reporting_callbacks(self.args)]:
-            if not any(issubclass(cls, type(default)) for cls in classes):
-                self.bus.add(default)
-        for name, callback in listed:
-            self.bus.add(callback, name)
-
-    @property
-    def control(self) -> TrainerControl:
-        return self.bus.control
-
-    @property
-    def callbacks(self) -> dict[str, Any]:
-        """Callbacks by name, in the order in which they are called."""
-        return self.bus.callbacks
-
-    def add_callback(self, callback: Any, name: str | None = None) -> None:
-        """Register a callback: an instance, or a class to make one of."""
-        self.bus.add(callback, name)
-
-    def pop_callback(self, callback: Any) -> Any | None:
-        """Unregister and return the first callback that is, or is an instance of, this one."""
-        return self.bus.remove(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        """Unregister the first callback that is, or is an instance of, this one."""
-        self.bus.remove(callback)
 
     # Set-up
 
@@ -351,6 +318,7 @@ class Trainer(Recording, RunRequests, Checkpointing, Evaluation, LearningRateFin
             raise
         finally:
             self.cancel.clear()
+            self._loop = None
 
     def _train(self, resume: bool | str, signals: SignalRequests) -> TrainOutput:
         self._begin_run()
@@ -369,7 +337,10 @@ class Trainer(Recording, RunRequests, Checkpointing, Evaluation, LearningRateFin
         if self.eval_dataset is not None:
             self._eval_loader = self._loader(self.eval_dataset, "eval_dataset")
         shares, ranks = self.strategy.data_shard().world_size, self._ranks()
-        plan = plan_run(self.args, loader, shares, lambda own: max(ranks.exchange(own)))
+        checkpointed, longest = saver.checkpointer is not None, ranks.exchange
+        plan = plan_run(
+            self.args, loader, shares, lambda n: max(longest(n)), checkpointed=checkpointed
+        )
         check_fp8_tokens(self.args, loader, self.data_collator, plan, self.strategy.device)
         self._prepare_optimizer(plan)
         plan.describe(self.state, self.args)
@@ -382,13 +353,15 @@ class Trainer(Recording, RunRequests, Checkpointing, Evaluation, LearningRateFin
         def take_over_folder() -> None:
             # Not before a step has worked: a run that cannot start changes nothing on disk.
             saver.replace_earlier_run()
+            saver.write_held()
             if self.env.rank == 0:
                 write_snapshot(self.args.output_dir, snapshot)
 
-        loop = TrainingLoop(self._parts(plan, loader, saver, take_over_folder), signals)
+        parts = self._parts(plan, loader, saver, take_over_folder)
+        loop = self._loop = TrainingLoop(parts, signals)
         self.model.train()
         start = RunStart.now(self.state)
-        if plan.save_trigger.active:
+        if plan.save_trigger.active or checkpointed:
             saver.prepare()
         self.bookkeeping.open()
         try:
@@ -447,6 +420,7 @@ class Trainer(Recording, RunRequests, Checkpointing, Evaluation, LearningRateFin
             log=self.log,
             evaluate=self._evaluate_in_training,
             save=saver.save,
+            save_at_start=saver.hold,
             saves=saver.background,
             deliver_save=saver.deliver,
             rollback=saver.rollback,
@@ -455,6 +429,7 @@ class Trainer(Recording, RunRequests, Checkpointing, Evaluation, LearningRateFin
             cancel=self.cancel,
             bookkeeping=self.bookkeeping,
             channel=self._channel,
+            checkpointed=saver.checkpointer is not None,
             relieve=CachedMemory(self.strategy.device, self.args.gc_threshold).relieve,
         )
 
@@ -475,7 +450,7 @@ class Trainer(Recording, RunRequests, Checkpointing, Evaluation, LearningRateFin
         summary = start.summary(
             self.state,
             loss=loss,
-            num_samples=loop.num_samples,
+            num_samples=loop.stepper.num_samples,
             batch_size=self.args.per_device_train_batch_size * accumulation * num_shares,
         )
         self.log(dict(summary))

@@ -1,0 +1,1 @@
+"""Callbacks that save: checkpoints, averages, model folders."""
