@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headway.engine.callback_config import CallbackConfig
 from headway.engine.blame import name_culprit
+from headway.engine.callback_config import CallbackConfig
 from headway.engine.state import TrainerControl, TrainerState
 from headway.errors import ConfigError, unknown
 
@@ -86,6 +86,9 @@ class TrainerCallback:
     A callback that only observes chooses `disable`: it warns and hears of nothing but `on_close`
     from then on. Its `ConfigError` before the first step still ends the run.
     """
+    decides_nonfinite: bool = False
+    """Whether it decides what follows a loss or gradient that is not finite, in place of the option
+    `nonfinite_action`."""
 
     _bus: EventBus | None = None
 
@@ -343,7 +346,7 @@ class EventBus:
             if not hasattr(result, "should_training_stop"):
                 raise TypeError(f"{event} must return None or a control, not {result!r}")
             # Another object (Hugging Face callbacks may return a fresh one): a stop already
-            # asked for is never lost, and fields that it lacks keep their defaults.
+            # asked for is never lost, and fields that it lacks stay as they are.
             self.control = control = _adopt(result, control)
         if self.stopped_by is None:
             if control.should_abort_without_save and not was_aborting:
@@ -407,7 +410,8 @@ def _exports_state(callback: object) -> bool:
 def _adopt(result: Any, previous: TrainerControl) -> TrainerControl:
     adopted = TrainerControl()
     for flag, usual in adopted.to_dict().items():
-        given = getattr(result, flag, usual)
+        # What Hugging Face's control does not know was not meant to be lowered.
+        given = getattr(result, flag, getattr(previous, flag))
         setattr(adopted, flag, bool(given) if isinstance(usual, bool) else given)
     adopted.should_training_stop |= previous.should_training_stop
     adopted.should_abort_without_save |= previous.should_abort_without_save
