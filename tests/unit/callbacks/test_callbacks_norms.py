@@ -25,7 +25,11 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
 
 
 def _records(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "out" / name).read_text().splitlines()]
+    text = (folder / "out" / name).read_text()
+    if name.endswith(".json"):
+        whole: list[dict[str, Any]] = json.loads(text)
+        return whole
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def _true_spectral(parameter: torch.Tensor) -> float:
@@ -298,12 +302,16 @@ class GoBack(TrainerCallback):
             self.asked = control.rollback = True
 
 
-def test_what_a_rollback_undoes_is_not_in_the_files(tmp_path: Path) -> None:
-    loggers = [GradNormLogger(log_steps=1), ParameterNormLogger(log_steps=1), GoBack()]
+@pytest.mark.parametrize("form", ["lines", "array"])
+def test_what_a_rollback_undoes_is_not_in_the_files(tmp_path: Path, form: str) -> None:
+    options: dict[str, Any] = {"log_steps": 1, "format": form}
+    loggers = [GradNormLogger(**options), ParameterNormLogger(**options), GoBack()]
     arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     tiny_trainer(tmp_path, loggers, num_samples=16, **arguments).train()
-    for name in (GRADIENTS, PARAMETERS):
-        assert [r["global_step"] for r in _records(tmp_path, name)] == [1, 2, 3, 4, 5, 6]
+    for name, key in ((GRADIENTS, "grad_norms"), (PARAMETERS, "spectral_norms")):
+        records = _records(tmp_path, name if form == "lines" else name.removesuffix("l"))
+        assert [record["global_step"] for record in records] == [1, 2, 3, 4, 5, 6]
+        assert all("lm_head.weight" in record[key] for record in records)
 
 
 @pytest.mark.parametrize("make", [GradNormLogger, ParameterNormLogger])
@@ -354,6 +362,7 @@ def test_an_unwritable_folder_costs_the_log_and_not_the_run(
     [
         (GradNormLogger, {"log_steps": 0}, ("log_steps", "0", "1 up")),
         (GradNormLogger, {"log_steps": True}, ("log_steps", "True")),
+        (GradNormLogger, {"format": "aray"}, ("GradNormLogger", "did you mean 'array'")),
         (GradNormLogger, {"include": 3}, ("include", "3")),
         (GradNormLogger, {"include": []}, ("include", "[]")),
         (ParameterNormLogger, {"power_iter_steps": 0}, ("power_iter_steps", "0", "1 up")),

@@ -7,11 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headway.callbacks.watch.cadence import Cadence
-from headway.callbacks.watch.norm_log import NormLog
-from headway.callbacks.watch.shards import Shards, check_patterns, norms_of, put_in_slots
+from headway.callbacks.watch.norm_log import NormLogger
+from headway.callbacks.watch.shards import Shards, norms_of, put_in_slots
 from headway.callbacks.watch.sharing import attempt
-from headway.engine.events import TrainerCallback
 from headway.engine.state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
@@ -23,8 +21,10 @@ logger = logging.getLogger(__name__)
 _CLIP_EPSILON = 1e-6
 
 
-class GradNormLogger(TrainerCallback):
+class GradNormLogger(NormLogger):
     """Writes `gradient_norms.jsonl`: per record `grad_norms`, a map from parameter to norm.
+
+    With `format="array"` it is `gradient_norms.json`, one JSON array.
 
     The norms are those before clipping, over all ranks; `grad_norm` is their total and
     `clip_factor` what clipping multiplied the gradients by. A record is written at each evaluation
@@ -34,15 +34,15 @@ class GradNormLogger(TrainerCallback):
     Norms are computed on the device, at steps that may be written, and read in one transfer.
     """
 
-    failure_policy = "disable"
     LOG_FILENAME = "gradient_norms.jsonl"
 
     def __init__(
-        self, log_steps: int | None = None, include: Sequence[str] | str | None = None
+        self,
+        log_steps: int | None = None,
+        include: Sequence[str] | str | None = None,
+        format: str = "lines",
     ) -> None:
-        self.cadence = Cadence("GradNormLogger", log_steps)
-        self.include = check_patterns("GradNormLogger.include", include)
-        self._log = NormLog(self.LOG_FILENAME)
+        super().__init__(log_steps, include, format)
         self._measured: tuple[int, Callable[[], Tensor]] | None = None
         self._told_none = False
 
@@ -50,56 +50,38 @@ class GradNormLogger(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, model: nn.Module
     ) -> None:
         self._measured, self._told_none = None, False
-        self._log.shards = None
+        self.shards = None
         if args.fuse_optim_with_backward:
             logger.warning(
                 "GradNormLogger writes nothing: fuse_optim_with_backward uses up each gradient "
                 "during the backward pass"
             )
             return
-        self.cadence.start(args)
-        self._log.begin(model, self.include, state, "GradNormLogger")
+        self.begin(args, model, state)
 
-    def on_load(self, args: Any, state: TrainerState, control: TrainerControl, path: str) -> None:
+    def on_load(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._measured = None
-        self._log.rewind(state)
+        super().on_load(args, state, control)
 
     def on_gradients(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._measured = None
-        if self._log.takes_part(state) and self.cadence.may_come(args, state):
-            shards = self._log.shards
+        if self.takes_part(state) and self.cadence.may_come(args, state):
+            shards = self.shards
             assert shards is not None
             self._measured = (state.global_step + 1, attempt(lambda: _measure(shards)))
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
-        self._write("on_step_end", args, state)
-
-    def on_log_step(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
-        self._write("on_log_step", args, state)
-
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
-        self._write("on_evaluate", args, state)
-
     def on_close(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._measured = None
-        self._log.close()
+        super().on_close(args, state, control)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"version": 1, "writer": self._log.writer.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._log.writer.load_state_dict(state.get("writer") or {})
-
-    def _write(self, event: str, args: Any, state: TrainerState) -> None:
-        shards, measured = self._log.shards, self._measured
-        if shards is None or measured is None or not self.cadence.is_due(event, state):
+    def write_norms(self, args: Any, state: TrainerState) -> None:
+        shards, measured, self._measured = self.shards, self._measured, None
+        assert shards is not None
+        if measured is None or measured[0] != state.global_step:
             return
-        step, result = measured
-        self._measured = None
-        if step != state.global_step:
-            return
+        result = measured[1]
         num_names = len(shards.names)
-        sums, _ = self._log.join(lambda: _split(result()), 2 * num_names)
+        sums, _ = self.join(lambda: _split(result()), 2 * num_names)
         norms = {
             name: math.sqrt(square)
             for name, square, present in zip(shards.names, sums, sums[num_names:])
@@ -109,7 +91,7 @@ class GradNormLogger(TrainerCallback):
             self._tell_none()
             return
         total = math.sqrt(sum(norm * norm for norm in norms.values()))
-        self._log.write(
+        self.write(
             args,
             state,
             {

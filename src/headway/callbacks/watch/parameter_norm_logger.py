@@ -6,11 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from headway.callbacks.watch.cadence import Cadence
-from headway.callbacks.watch.norm_log import NormLog
-from headway.callbacks.watch.shards import Shards, check_patterns, measure_squares
+from headway.callbacks.watch.norm_log import NormLogger
+from headway.callbacks.watch.shards import Shards, measure_squares
 from headway.callbacks.watch.spectral import SpectralNorms
-from headway.engine.events import TrainerCallback
 from headway.engine.state import TrainerControl, TrainerState
 from headway.errors import ConfigError
 
@@ -18,8 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class ParameterNormLogger(TrainerCallback):
+class ParameterNormLogger(NormLogger):
     """Writes `parameter_norms.jsonl`: per record the maps `norms` and `spectral_norms`.
+
+    With `format="array"` it is `parameter_norms.json`, one JSON array.
 
     `log_norms`: the L2 norm of each parameter. `log_spectral_norms`: an estimate of its largest
     singular value by `power_iter_steps` steps of power iteration, twice as many the first time;
@@ -31,7 +31,6 @@ class ParameterNormLogger(TrainerCallback):
     parameters, wherever their parts are, and are read in one transfer.
     """
 
-    failure_policy = "disable"
     LOG_FILENAME = "parameter_norms.jsonl"
 
     def __init__(
@@ -41,7 +40,9 @@ class ParameterNormLogger(TrainerCallback):
         power_iter_steps: int = 10,
         log_steps: int | None = None,
         include: Sequence[str] | str | None = None,
+        format: str = "lines",
     ) -> None:
+        super().__init__(log_steps, include, format)
         problems = [
             f"ParameterNormLogger.{option}: True or False, got {given!r}"
             for option, given in (
@@ -68,9 +69,6 @@ class ParameterNormLogger(TrainerCallback):
             raise ConfigError(problems)
         self.log_norms, self.log_spectral_norms = log_norms, log_spectral_norms
         self.power_iter_steps = power_iter_steps
-        self.cadence = Cadence("ParameterNormLogger", log_steps)
-        self.include = check_patterns("ParameterNormLogger.include", include)
-        self._log = NormLog(self.LOG_FILENAME)
         self._spectral = SpectralNorms(power_iter_steps)
         self._written_step = -1
 
@@ -78,57 +76,38 @@ class ParameterNormLogger(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, model: nn.Module
     ) -> None:
         self._written_step = -1
-        self.cadence.start(args)
-        shards = self._log.begin(model, self.include, state, "ParameterNormLogger")
+        shards = self.begin(args, model, state)
         if shards is not None and self.log_spectral_norms:
             self._spectral.begin(model, shards)
 
-    def on_load(self, args: Any, state: TrainerState, control: TrainerControl, path: str) -> None:
+    def on_load(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._written_step = -1
-        self._log.rewind(state)
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
-        self._write("on_step_end", args, state)
-
-    def on_log_step(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
-        self._write("on_log_step", args, state)
-
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
-        self._write("on_evaluate", args, state)
-
-    def on_close(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
-        self._log.close()
+        super().on_load(args, state, control)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "version": 1,
-            "writer": self._log.writer.state_dict(),
-            "vectors": self._spectral.state_dict(),
-        }
+        return {**super().state_dict(), "vectors": self._spectral.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._log.writer.load_state_dict(state.get("writer") or {})
+        super().load_state_dict(state)
         self._spectral.load_state_dict(state.get("vectors") or {})
 
-    def _write(self, event: str, args: Any, state: TrainerState) -> None:
-        if not self._log.takes_part(state) or not self.cadence.is_due(event, state):
-            return
+    def write_norms(self, args: Any, state: TrainerState) -> None:
         if self._written_step == state.global_step:
             return
         self._written_step = state.global_step
-        shards = self._log.shards
+        shards = self.shards
         assert shards is not None
         num_names = len(shards.names)
         num_sums = num_names if self.log_norms else 0
         num_maxima = num_names + 1 if self.log_spectral_norms else 0
-        squares, largest = self._log.join(lambda: self._measure(shards), num_sums, num_maxima)
+        squares, largest = self.join(lambda: self._measure(shards), num_sums, num_maxima)
         data: dict[str, Any] = {}
         if self.log_norms:
             data["norms"] = {n: math.sqrt(square) for n, square in zip(shards.names, squares)}
         if self.log_spectral_norms:
             data["spectral_norms"] = dict(zip(shards.names, largest))
             data["spectral_change"] = largest[num_names]
-        self._log.write(args, state, data)
+        self.write(args, state, data)
 
     def _measure(self, shards: Shards) -> tuple[Tensor, Tensor]:
         import torch
