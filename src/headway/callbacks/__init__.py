@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING, Any
 from headway.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from headway.callbacks.guard.divergence import DivergenceDetector
+    from headway.callbacks.guard.early_stopping import EarlyStoppingCallback
+    from headway.callbacks.guard.nan_guard import NaNGuardCallback
+    from headway.callbacks.guard.step_skip import StepSkipRange
     from headway.callbacks.log.config_saver import ConfigSaverCallback
     from headway.callbacks.log.console_logger import ConsoleLoggerCallback
     from headway.callbacks.log.info import InfoCallback
@@ -48,6 +52,8 @@ __all__ = [
     "ConfigSaverCallback",
     "ConsoleLoggerCallback",
     "DefaultMetrics",
+    "DivergenceDetector",
+    "EarlyStoppingCallback",
     "FreezeCallback",
     "GAPMonitorCallback",
     "GPUMemoryMonitorCallback",
@@ -58,6 +64,7 @@ __all__ = [
     "MallocTraceCallback",
     "MemorySnapshotCallback",
     "MetricSaverCallback",
+    "NaNGuardCallback",
     "ParameterNormLogger",
     "PeakMemory",
     "ProfilerCallback",
@@ -69,6 +76,7 @@ __all__ = [
     "SlackNotifierCallback",
     "SpeedMonitorCallback",
     "StabilityMonitorCallback",
+    "StepSkipRange",
     "TBLogger",
     "TextgenCallback",
     "TrackioCallback",
@@ -86,6 +94,10 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     __all__,
     {
+        "guard.divergence": ("DivergenceDetector",),
+        "guard.early_stopping": ("EarlyStoppingCallback",),
+        "guard.nan_guard": ("NaNGuardCallback",),
+        "guard.step_skip": ("StepSkipRange",),
         "log.config_saver": ("ConfigSaverCallback",),
         "log.console_logger": ("ConsoleLoggerCallback",),
         "log.info": ("InfoCallback",),
