@@ -1,0 +1,80 @@
+"""Returning to an earlier checkpoint in the middle of a run.
+
+Owns: which checkpoint that is, and what is not as it was there: the data position, the learning
+rate. Does not own: who asks for it (callbacks), loading and saving (saving.py).
+
+Newer checkpoints are of a time that did not happen. Where the run goes on otherwise than it did,
+the state is therefore saved again under its step at once: a resume takes the newest save, and so
+goes on from here, and not from what was given up.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headway.checkpoint import CheckpointError, CheckpointManager
+from headway.checkpoint.ranks import Ranks
+from headway.data.loader import WindowLoader
+from headway.engine.rollback import RollbackRequest
+from headway.errors import ConfigError
+from headway.optim.rate_scaling import scale_rates
+
+if TYPE_CHECKING:
+    from headway.trainers.saving import Saver
+    from headway.trainers.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def roll_back(
+    trainer: Trainer, saver: Saver, loader: WindowLoader, request: RollbackRequest
+) -> None:
+    """Go back as the ranks ask for; all of them call this."""
+    ranks, state = trainer._ranks(), trainer.state
+    request = RollbackRequest.join(ranks.exchange(request.to_dict()))
+    path = _find_target(saver.manager, ranks, request.before_step)
+    position, step, factor = loader.state_dict(), state.global_step, state.rate_factor
+    loaded = saver.load(path)
+    if request.skip_data:
+        loader.load_state_dict(position)
+    notes = ", keeping the data position" if request.skip_data else ""
+    # Also where no factor is asked for: an earlier rollback's outlives a return to before it.
+    factor *= 1.0 if request.rate_factor is None else request.rate_factor
+    change = factor / float(loaded.trainer_state.get("rate_factor", 1.0))
+    if change != 1.0:
+        assert trainer.optimizer is not None
+        scale_rates(trainer.optimizer, trainer.lr_scheduler, change)
+        notes += f", base learning rates times {change:g}"
+    state.rate_factor = factor
+    logger.warning("rolled back from step %d to step %d%s", step, state.global_step, notes)
+    if request.changes_the_run:
+        ephemeral = bool(loaded.manifest.metadata.get("ephemeral"))
+        saver.save(loaded.manifest.metrics, "ephemeral" if ephemeral else "regular")
+
+
+def _find_target(manager: CheckpointManager, ranks: Ranks, before_step: int | None) -> Path:
+    """The newest intact checkpoint, of a step that is not too late."""
+    if before_step is None:
+        path = manager.resolve(True)
+        if path is None:
+            raise RuntimeError(
+                "a rollback was asked for, but output_dir holds no checkpoint to return to"
+            )
+        return path
+    there = [c for c in reversed(manager.list()) if c.kind == "training"]
+    names = ranks.share([c.path.name for c in there if c.step <= before_step])
+    for name in names:
+        try:
+            found = manager.resolve(manager.output_dir / name)
+        except (CheckpointError, ConfigError) as error:
+            logger.warning("passing over a checkpoint: %s", error)
+            continue
+        assert found is not None, "a path was given"
+        return found
+    known = ", ".join(c.path.name for c in reversed(there)) or "none"
+    raise RuntimeError(
+        f"a rollback to step {before_step} or an earlier one was asked for, but output_dir holds "
+        f"no intact checkpoint of such a step (there: {known})"
+    )
