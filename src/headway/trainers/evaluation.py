@@ -6,7 +6,8 @@ Owns: the public methods and the pass that a training run asks for. Does not own
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from headway.data.loader import WindowLoader
@@ -65,6 +66,27 @@ class Evaluation:
         logits, labels = gather_batches(shard, result.logits, result.labels)
         return PredictionOutput(join_batches(logits), join_batches(labels), result.metrics)
 
+    def evaluate_weights(self, prefix: str) -> dict[str, float]:
+        """In a run: evaluate the weights as they are now, which are not those in training.
+
+        The results are logged under `prefix`; they decide nothing, so `on_evaluate` does not fire.
+        """
+        assert self._eval_loader is not None, "the run evaluates"
+        result = self._run_pass(self._eval_loader, "", prefix, False)
+        assert result is not None, "nobody asks it to end"
+        self.log(dict(result.metrics))
+        return result.metrics
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        """Inside, the model has the weights that a callback brings for evaluations, if one does."""
+        with ExitStack() as stack:
+            for name, callback in self.bus.callbacks.items():
+                bring = getattr(callback, "evaluation_weights", None)
+                if callable(bring) and name not in self.bus.disabled:
+                    stack.enter_context(bring(self))
+            yield
+
     def _pass(
         self, dataset: Any, event: str, prefix: str, keep_outputs: bool = False
     ) -> EvalResult:
@@ -95,20 +117,24 @@ class Evaluation:
         must_end: Callable[[], bool] | None = None,
     ) -> EvalResult | None:
         assert self.strategy is not None and self._objective is not None and self.model is not None
+        # Handlers of the event may save: by then the model has its own weights again.
+        weights = self.evaluation_weights() if event == "on_evaluate" else nullcontext()
         with evaluation_mode(self.model):
-            result = run_evaluation(
-                self.strategy,
-                self._objective,
-                loader,
-                self.bus,
-                max_steps=self.args.max_eval_steps,
-                prefix=prefix,
-                keep_outputs=keep_outputs,
-                must_end=must_end,
-            )
+            with weights:
+                result = run_evaluation(
+                    self.strategy,
+                    self._objective,
+                    loader,
+                    self.bus,
+                    max_steps=self.args.max_eval_steps,
+                    prefix=prefix,
+                    keep_outputs=keep_outputs,
+                    must_end=must_end,
+                )
             if result is None:
                 return None
             if event == "on_evaluate":
                 self.log(dict(result.metrics))
-            self.bus.fire(event, metrics=result.metrics)
+            if event:
+                self.bus.fire(event, metrics=result.metrics)
         return result

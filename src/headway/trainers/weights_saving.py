@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING
 from headway.checkpoint import CheckpointManager
 
 if TYPE_CHECKING:
+    from headway.trainers.checkpointing import Checkpointing
     from headway.trainers.saving import Saver
-    from headway.trainers.trainer import Trainer
 
 KIND = "merged"
 
 
-def begin_to_save(trainer: Trainer, saver: Saver, suffix: str) -> Path:
+def begin_to_save(trainer: Checkpointing, saver: Saver, suffix: str, *, wait: bool) -> Path:
     """Begin to write the weights as they are now, for good, as `checkpoint-<step>-<suffix>`.
 
     It is a model folder with the run's configuration and counters, of a kind that no run resumes
-    from. What is copied by then may change as soon as this returns. Every rank calls it.
+    from. The weights may change as soon as this returns. Every rank calls it.
     """
+    saver.write_held()
     saver.deliver()
     step = trainer.state.global_step
     tokenizer_saver = getattr(trainer.processing_class, "save_pretrained", None)
@@ -40,6 +41,6 @@ def begin_to_save(trainer: Trainer, saver: Saver, suffix: str) -> Path:
     name = f"checkpoint-{step}-{suffix}"
     pending = manager.stage(contents, step, kind=KIND, permanent=True, name=name)
     saver.background.start(pending)
-    if not trainer.args.save_async:
+    if wait:
         saver.deliver()
     return saver.manager.output_dir / name
