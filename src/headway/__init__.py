@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         TrainingArguments,
     )
     from headway.config.duration import Duration
+    from headway.engine.callback_config import CallbackConfig
     from headway.engine.events import TrainerCallback
     from headway.engine.state import TrainerControl, TrainerState
     from headway.errors import ConfigError
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AccelTrainer",
     "AccelTrainingArguments",
+    "CallbackConfig",
     "ConfigError",
     "DDPTrainer",
     "DDPTrainingArguments",
@@ -62,6 +64,7 @@ __getattr__, __dir__ = lazy_exports(
             "TrainingArguments",
         ),
         "config.duration": ("Duration",),
+        "engine.callback_config": ("CallbackConfig",),
         "engine.events": ("TrainerCallback",),
         "engine.state": ("TrainerControl", "TrainerState"),
         "errors": ("ConfigError",),

@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING, Any
 from headway.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from headway.callbacks.evaluate.downstream_config import DownstreamEvaluatorCallbackConfig
+    from headway.callbacks.evaluate.downstream_evaluator import DownstreamEvaluator
+    from headway.callbacks.evaluate.evaluator import Evaluator
+    from headway.callbacks.evaluate.evaluator_callback import EvaluatorCallback
+    from headway.callbacks.evaluate.lm_config import LMEvaluatorCallbackConfig
+    from headway.callbacks.evaluate.lm_evaluator import LMEvaluator
     from headway.callbacks.guard.divergence import DivergenceDetector
     from headway.callbacks.guard.early_stopping import EarlyStoppingCallback
     from headway.callbacks.guard.nan_guard import NaNGuardCallback
@@ -29,6 +35,12 @@ if TYPE_CHECKING:
     from headway.callbacks.remote.trackio_tracker import TrackioCallback
     from headway.callbacks.remote.wandb_tracker import WandBCallback
     from headway.callbacks.remote.webhook import WebhookCallback
+    from headway.callbacks.save.ema import EMACallback
+    from headway.callbacks.save.merge_windows import (
+        compute_merge_steps_from_decay_schedule,
+        compute_merge_window_starts,
+    )
+    from headway.callbacks.save.model_merge import ModelMergeCallback
     from headway.callbacks.schedule.batch_size import BatchSizeSchedulerCallback
     from headway.callbacks.schedule.freeze import FreezeCallback
     from headway.callbacks.schedule.qat_switch import QATSwitchCallback
@@ -53,17 +65,25 @@ __all__ = [
     "ConsoleLoggerCallback",
     "DefaultMetrics",
     "DivergenceDetector",
+    "DownstreamEvaluator",
+    "DownstreamEvaluatorCallbackConfig",
+    "EMACallback",
     "EarlyStoppingCallback",
+    "Evaluator",
+    "EvaluatorCallback",
     "FreezeCallback",
     "GAPMonitorCallback",
     "GPUMemoryMonitorCallback",
     "GradNormLogger",
     "InfoCallback",
     "JsonLogger",
+    "LMEvaluator",
+    "LMEvaluatorCallbackConfig",
     "MLflowCallback",
     "MallocTraceCallback",
     "MemorySnapshotCallback",
     "MetricSaverCallback",
+    "ModelMergeCallback",
     "NaNGuardCallback",
     "ParameterNormLogger",
     "PeakMemory",
@@ -83,17 +103,31 @@ __all__ = [
     "WandBCallback",
     "WebhookCallback",
     "WeightNormLogger",
+    "compute_merge_steps_from_decay_schedule",
+    "compute_merge_window_starts",
     "default_callbacks",
     "reporting_callbacks",
 ]
 
-SETTINGS = ("CometNotificationSetting", "SlackNotificationSetting")
+SETTINGS = (
+    "CometNotificationSetting",
+    "DownstreamEvaluator",
+    "Evaluator",
+    "LMEvaluator",
+    "SlackNotificationSetting",
+)
 """Exports that are values of a callback's option and no callbacks: a run file cannot make one."""
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     __all__,
     {
+        "evaluate.downstream_config": ("DownstreamEvaluatorCallbackConfig",),
+        "evaluate.downstream_evaluator": ("DownstreamEvaluator",),
+        "evaluate.evaluator": ("Evaluator",),
+        "evaluate.evaluator_callback": ("EvaluatorCallback",),
+        "evaluate.lm_config": ("LMEvaluatorCallbackConfig",),
+        "evaluate.lm_evaluator": ("LMEvaluator",),
         "guard.divergence": ("DivergenceDetector",),
         "guard.early_stopping": ("EarlyStoppingCallback",),
         "guard.nan_guard": ("NaNGuardCallback",),
@@ -116,6 +150,12 @@ __getattr__, __dir__ = lazy_exports(
         "remote.trackio_tracker": ("TrackioCallback",),
         "remote.wandb_tracker": ("WandBCallback",),
         "remote.webhook": ("WebhookCallback",),
+        "save.ema": ("EMACallback",),
+        "save.merge_windows": (
+            "compute_merge_steps_from_decay_schedule",
+            "compute_merge_window_starts",
+        ),
+        "save.model_merge": ("ModelMergeCallback",),
         "schedule.batch_size": ("BatchSizeSchedulerCallback",),
         "schedule.freeze": ("FreezeCallback",),
         "schedule.qat_switch": ("QATSwitchCallback",),

@@ -1,0 +1,1 @@
+"""Callbacks that measure the model on other data than the run's own evaluation set."""
