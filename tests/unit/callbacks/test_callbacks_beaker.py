@@ -113,7 +113,8 @@ def test_a_failure_is_written(tmp_path: Path) -> None:
     client = Client()
     with pytest.raises(ValueError):
         tiny_trainer(tmp_path, [beaker(tmp_path, client), Break()], max_steps=3).train()
-    assert client.told[-1][1].startswith("failed (ValueError: bad luck), [66.7%] step 2 of 3")
+    told = "failed (ValueError: callback 'Break', on_step_end: bad luck), [66.7%] step 2 of 3"
+    assert client.told[-1][1].startswith(told)
 
 
 def test_a_failure_before_the_first_step_is_written(tmp_path: Path) -> None:
@@ -126,8 +127,8 @@ def test_a_failure_before_the_first_step_is_written(tmp_path: Path) -> None:
     client = Client()
     with pytest.raises(ConfigError):
         tiny_trainer(tmp_path, [beaker(tmp_path, client), Mistaken()], max_steps=3).train()
-    assert [text.partition(",")[0] for _, text in client.told] == [
-        "failed (ConfigError: nothing fits)"
+    assert [text.partition(", [")[0] for _, text in client.told] == [
+        "failed (ConfigError: callback 'Mistaken', on_train_begin: nothing fits)"
     ]
 
 

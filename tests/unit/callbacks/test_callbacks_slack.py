@@ -113,9 +113,9 @@ def test_a_failure_shows_the_end_of_its_traceback(tmp_path: Path) -> None:
         tiny_trainer(tmp_path, [slack(server), Deep()], max_steps=3).train()
     (text,) = texts(server)
     head, _, tail = text.partition("```\n")
-    assert "ValueError: bad &lt;luck&gt; &amp;" in head and "step 1 of 3" in head
+    assert "on_step_end: bad &lt;luck&gt; &amp;" in head and "step 1 of 3" in head
     assert len(tail.removesuffix("\n```").splitlines()) <= 30
-    assert "ValueError: bad &lt;luck&gt;" in tail and tail.count("```") == 1
+    assert "on_step_end: bad &lt;luck&gt;" in tail and tail.count("```") == 1
 
 
 def test_a_run_that_fails_in_its_set_up_is_told_too(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_run_that_fails_in_its_set_up_is_told_too(tmp_path: Path) -> None:
 
     with local_server() as server, pytest.raises(ConfigError):
         tiny_trainer(tmp_path, [slack(server), Mistaken()], max_steps=1).train()
-    assert "ConfigError: nothing fits" in texts(server)[0]
+    assert "ConfigError: callback 'Mistaken', on_init_end: nothing fits" in texts(server)[0]
 
 
 def fire_end(callback: Any, folder: Path, rank: int, error: BaseException) -> None:

@@ -111,7 +111,8 @@ def test_an_error_and_its_text_end_the_run_at_the_service_too(tmp_path) -> None:
     (ending,) = tracker.endings
     assert ending.label == "failed" and ending.is_failure
     assert ending.error is not None
-    assert ending.error.splitlines()[0] == "RuntimeError: the loss is a cat"
+    told = "RuntimeError: callback 'At', on_step_end: the loss is a cat"
+    assert ending.error.splitlines()[0] == told
 
 
 def test_an_error_before_the_run_is_open_is_not_masked(tmp_path) -> None:

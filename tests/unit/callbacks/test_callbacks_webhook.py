@@ -93,7 +93,8 @@ def test_a_failure_carries_error_and_traceback(tmp_path: Path) -> None:
         tiny_trainer(tmp_path, [WebhookCallback(server.url), Break()], max_steps=1).train()
     last = bodies(server)[-1]
     assert (last["event"], last["outcome"]) == ("failure", "failed")
-    assert last["error"] == "ValueError: bad luck" and "on_step_end" in last["traceback"]
+    assert last["error"] == "ValueError: callback 'Break', on_step_end: bad luck"
+    assert "on_step_end" in last["traceback"]
     assert "X-Headway-Signature" not in server.got[-1].headers
 
 
