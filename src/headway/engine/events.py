@@ -10,11 +10,13 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from headway.engine.blame import name_culprit
 from headway.engine.callback_config import CallbackConfig
+from headway.engine.closing import ClosingTime
 from headway.engine.state import TrainerControl, TrainerState
 from headway.errors import ConfigError, unknown
 
@@ -107,6 +109,17 @@ class TrainerCallback:
         bus, name = self._registration()
         bus.ephemeral_blockers.discard(name)
 
+    def wait_at_close(self, wait: Callable[[float], Any], timeout_s: float) -> None:
+        """In `on_close`: have `wait(seconds)` called when all callbacks have closed.
+
+        All such waits share their time: each gets what is left of its `timeout_s` by then.
+        """
+        if self._bus is None or not self._bus.closing.is_on:
+            wait(timeout_s)
+        else:
+            bus, name = self._registration()
+            bus.closing.put_off(name, wait, timeout_s)
+
     def _registration(self) -> tuple[EventBus, str]:
         names = [] if self._bus is None else self._bus.callbacks.items()
         found = next((name for name, callback in names if callback is self), None)
@@ -189,6 +202,7 @@ class EventBus:
         """Callbacks that failed and are called no more: name -> what happened."""
         self.ephemeral_blockers: set[str] = set()
         """Who wants no ephemeral saves for now; none is made while there is anybody."""
+        self.closing = ClosingTime()
         self._delivering: tuple[str, int] | None = None
         self._callbacks: list[tuple[str, Any]] = []
         self._handlers: dict[str, list[tuple[str, Handler]]] = {event: [] for event in EVENTS}
@@ -295,9 +309,9 @@ class EventBus:
         """Deliver an event to every handler even if some raise; returns what they raised, without
         that of callbacks whose policy is to be disabled."""
         errors: list[BaseException] = []
-        for name, handler in tuple(self._handlers[event]):
+        for name, act in self._acts(event, extra):
             try:
-                self._deliver(name, event, handler, extra)
+                act()
             except Exception as error:
                 if self.tolerate(name, event, error):
                     continue
@@ -305,6 +319,17 @@ class EventBus:
                 logger.exception("callback %r failed in %s", name, event)
                 errors.append(error)
         return errors
+
+    def _acts(
+        self, event: str, extra: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """What each callback does at an event; at `on_close` also what it waits for, after all."""
+        if event == "on_close":
+            self.closing.begin()
+        for name, handler in tuple(self._handlers[event]):
+            yield name, partial(self._deliver, name, event, handler, extra)
+        if event == "on_close":
+            yield from self.closing.end()
 
     def tolerate(self, name: str, where: str, error: BaseException) -> bool:
         """Go on without a callback that failed; False where its policy, or the error, forbids."""

@@ -179,7 +179,7 @@ class BeakerCallback(TrainerCallback):
         self._update(state)
         self._sender = None
         sender.submit(self._release, must_arrive=True)
-        sender.close(self.close_timeout_s)
+        self.wait_at_close(sender.close, self.close_timeout_s)
 
     # What is said
 

@@ -177,7 +177,7 @@ class Notifier(TrainerCallback, ABC):
         sender, self._sender = self._sender, None
         if sender is not None:
             self._closing.set()
-            sender.close(self.close_timeout_s)
+            self.wait_at_close(sender.close, self.close_timeout_s)
 
     # Messages
 

@@ -110,7 +110,7 @@ class Sender:
         if report and (self.num_dropped or self.num_failed or left):
             logger.warning(
                 "%s: %d calls arrived, %d failed, %d were dropped because the queue of %d was "
-                "full, %d were not sent in the %g s at the end",
+                "full, %d were not sent in the %.2g s at the end",
                 self.name,
                 self.num_sent,
                 self.num_failed,

@@ -210,7 +210,10 @@ class Tracker(TrainerCallback, ABC):
         ending = Ending(state.outcome or "failed", cancelled_by, self._error)
         self._post(lambda: self.finish_run(ending), must_arrive=True)
         self._closing.set()
-        self._sender.close(self.close_timeout_s)
+        self.wait_at_close(self._end, self.close_timeout_s)
+
+    def _end(self, within_s: float) -> None:
+        self._sender.close(within_s)
         self.finalized = True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
