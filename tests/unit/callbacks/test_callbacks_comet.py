@@ -63,6 +63,7 @@ def test_an_offline_experiment_and_its_resume_have_one_key_and_no_gap(
     assert _others(before)["Name"] == "kite" and _others(before)["outcome"] == "failed"
     assert "power" in _others(before)["error"]
     assert _others(after)["resumed_from_step"] == 2 and _others(after)["outcome"] == "completed"
+    assert _others(after)["error"] == ""
     params = {
         p["param"]["paramName"]: p["param"]["paramValue"]
         for kind, p in before
@@ -188,6 +189,31 @@ def test_failures_are_tagged_as_named_and_other_ends_by_what_they_are(service) -
         tracker.open_run(_facts())
         tracker.finish_run(ending)
         assert tracker.experiment.tags == tags
+
+
+def test_a_resumed_run_that_ends_well_takes_back_what_was_said_of_its_failure(
+    service, monkeypatch, caplog
+) -> None:
+    deleted = []
+
+    class Server:
+        def __init__(self, api_key, previous_experiment) -> None:
+            assert (api_key, previous_experiment) == ("k", "a" * 32)
+
+        def delete_tags(self, tags) -> None:
+            deleted.append(tags)
+            if len(deleted) > 1:
+                raise RuntimeError("an old server")
+
+    service.APIExperiment = Server
+    for _ in range(2):
+        tracker = CometCallback(failure_tag="broken", tags=["stopped"])
+        tracker.load_state_dict({"experiment_key": "a" * 32, "name": None})
+        tracker.open_run(_facts(2))
+        tracker.fetch_tags = lambda: ["mine", "broken", "stopped", "interrupted"]
+        tracker.finish_run(Ending("completed"))
+        assert tracker.experiment.others["error"] == "" and tracker.experiment.ended
+    assert deleted == [["broken", "interrupted"]] * 2 and "an old server" in caplog.text
 
 
 def test_tags_are_asked_for_over_http_with_the_key(service, monkeypatch) -> None:

@@ -68,7 +68,7 @@ def test_a_run_and_its_resume_are_one_run_without_a_gap(tmp_path) -> None:
     assert _steps(client, run, "optim/LR _group 0_") == [1, 2, 3, 4]
     tags = run.data.tags
     assert tags["team"] == "a" and tags["headway.resumed_from_step"] == "2"
-    assert tags["headway.outcome"] == "completed"
+    assert tags["headway.outcome"] == "completed" and "headway.error" not in tags
     params = run.data.params
     assert params["token"] == "<redacted>" and params["n.m"] == "1" and params["max_steps"] == "4"
 

@@ -110,13 +110,17 @@ def test_an_offline_run_and_its_resume_are_one_run_without_a_gap(tmp_path, monke
 
     assert [r.exit.exit_code for r in records[0] if r.HasField("exit")] == [1]
     assert [r.exit.exit_code for r in records[1] if r.HasField("exit")] == [0]
-    summary = {
-        item.key: json.loads(item.value_json)
-        for r in records[0]
-        if r.HasField("summary")
-        for item in r.summary.update
-    }
-    assert summary["outcome"] == "failed" and "power" in summary["error"]
+    summaries = [
+        {
+            item.key: json.loads(item.value_json)
+            for r in some
+            if r.HasField("summary")
+            for item in r.summary.update
+        }
+        for some in records
+    ]
+    assert summaries[0]["outcome"] == "failed" and "power" in summaries[0]["error"]
+    assert summaries[1]["outcome"] == "completed" and summaries[1]["error"] is None
     tags = [list(r.run.tags) for r in records[0] if r.HasField("run")]
     assert "failed" in tags[-1]
 
@@ -236,6 +240,16 @@ def test_each_outcome_has_its_exit_code_and_tag(service, ending, code, label) ->
     tracker.finish_run(ending)
     assert service.run.exit_code == code and service.run.summary["outcome"] == label
     assert service.run.tags == (() if label == "completed" else (label,))
+
+
+def test_a_resumed_run_that_ends_well_takes_back_what_was_said_of_its_failure(service) -> None:
+    tracker = WandBCallback(tags=["stopped"])  # the user's own word
+    tracker.load_state_dict({"run_id": "abc"})
+    tracker.open_run(_facts(4))
+    service.run.tags, service.run.summary = ("mine", "stopped", "failed"), {"error": "power"}
+    tracker.finish_run(Ending("completed"))
+    assert service.run.tags == ("mine", "stopped")
+    assert service.run.summary == {"outcome": "completed", "error": None}
 
 
 def test_tags_are_asked_for_over_http_with_the_key(service, monkeypatch) -> None:

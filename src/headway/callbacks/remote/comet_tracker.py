@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from headway.callbacks.remote import credentials
-from headway.callbacks.remote.tracker import Ending, RunFacts, Tracker, flatten, text_or_none, texts
+from headway.callbacks.remote.tracker import (
+    OUTCOMES,
+    Ending,
+    RunFacts,
+    Tracker,
+    flatten,
+    text_or_none,
+    texts,
+)
 from headway.callbacks.watch.ranges import require_flag
 from headway.errors import ConfigError, unknown
 
@@ -109,6 +117,7 @@ class CometCallback(Tracker):
         )
         self._experiment: Any = None
         self._facts_open: RunFacts | None = None
+        self._continues = False
         self._exp_key: str | None = None
 
     @property
@@ -148,8 +157,8 @@ class CometCallback(Tracker):
             self._exp_key = _make_key(f"{facts.run_id} {facts.resumed_step}") if saved else own_key
         self._facts_open = facts
         make = self._make_offline if self.is_offline else self._make_online
-        self._experiment, continues = make(comet_ml, facts, wants)
-        if not continues:
+        self._experiment, self._continues = make(comet_ml, facts, wants)
+        if not self._continues:
             self._experiment.set_name(facts.name)
             if self.tags:
                 self._experiment.add_tags(self.tags)
@@ -193,6 +202,8 @@ class CometCallback(Tracker):
     def finish_run(self, ending: Ending) -> None:
         experiment = self._experiment
         experiment.log_other("outcome", ending.label)
+        if self._continues:
+            self._clear_marks()
         if ending.error is not None:
             experiment.log_other("error", ending.error)
         if ending.is_failure:
@@ -205,6 +216,23 @@ class CometCallback(Tracker):
         ):
             self._notify(ending.label, {"error": ending.error} if ending.error else {})
         experiment.end()
+
+    def _clear_marks(self) -> None:
+        """Take back what was said of an end that was not the last one.
+
+        The package of Comet deletes tags online alone.
+        """
+        self._experiment.log_other("error", "")
+        given = {self.failure_tag, *OUTCOMES} - set(self.tags)
+        try:
+            stale = [tag for tag in self.fetch_tags() if tag in given]
+            if stale:
+                from comet_ml import APIExperiment
+
+                at_server = APIExperiment(api_key=_api_key(), previous_experiment=self._exp_key)
+                at_server.delete_tags(stale)
+        except Exception as error:
+            logger.warning("CometCallback: tags of an earlier end could not be deleted: %s", error)
 
     def _notify(self, status: str, data: dict[str, Any]) -> None:
         assert self._facts_open is not None

@@ -13,6 +13,7 @@ from headway.callbacks.remote.tracker import Ending, RunFacts, Tracker, flatten,
 from headway.errors import ConfigError
 
 _RUN_ID_TAG = "headway.run_id"
+_ERROR_TAG = "headway.error"
 _LONGEST_VALUE = 500
 _PARAMS_A_CALL = 100
 _METRICS_A_CALL = 1000
@@ -139,7 +140,10 @@ class MLflowCallback(Tracker):
     def finish_run(self, ending: Ending) -> None:
         self._client.set_tag(self._run_id, "headway.outcome", ending.label)
         if ending.error is not None:
-            self._client.set_tag(self._run_id, "headway.error", ending.error[:_LONGEST_VALUE])
+            self._client.set_tag(self._run_id, _ERROR_TAG, ending.error[:_LONGEST_VALUE])
+        elif _ERROR_TAG in self._client.get_run(self._run_id).data.tags:
+            # What ended the run before was overcome.
+            self._client.delete_tag(self._run_id, _ERROR_TAG)
         status = "FINISHED"
         if ending.is_failure or ending.is_cut_short:
             status = "FAILED" if ending.is_failure else "KILLED"

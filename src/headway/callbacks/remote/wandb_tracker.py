@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headway.callbacks.remote import credentials
-from headway.callbacks.remote.tracker import Ending, RunFacts, Tracker, text_or_none, texts
+from headway.callbacks.remote.tracker import (
+    OUTCOMES,
+    Ending,
+    RunFacts,
+    Tracker,
+    text_or_none,
+    texts,
+)
 from headway.callbacks.watch.ranges import require_flag
 from headway.errors import ConfigError, unknown
 
@@ -85,6 +92,7 @@ class WandBCallback(Tracker):
         self._id: str | None = None
         self._offset = 0
         """What W&B's own step counter is ahead of the run's, after resumes without a rewind."""
+        self._was_resumed = False
 
     @property
     def run(self) -> Any:
@@ -127,6 +135,7 @@ class WandBCallback(Tracker):
         saved = self._resumed_state if facts.resumed_step else {}
         self._id = saved.get("run_id") or facts.run_id
         self._offset = int(saved.get("offset") or 0)
+        self._was_resumed = bool(facts.resumed_step)
         options = {
             "project": self.project,
             "entity": self.entity,
@@ -191,10 +200,15 @@ class WandBCallback(Tracker):
 
     def finish_run(self, ending: Ending) -> None:
         self._run.summary["outcome"] = ending.label
-        if ending.error is not None:
+        if ending.error is not None or self._was_resumed:
+            # Nothing is an answer too: what ended the run before was overcome.
             self._run.summary["error"] = ending.error
+        before = tuple(self._run.tags or ())
+        tags = tuple(tag for tag in before if tag not in OUTCOMES or tag in self.tags)
         if ending.label != "completed":
-            self._run.tags = (*(self._run.tags or ()), ending.label)
+            tags = (*tags, ending.label)
+        if tags != before:
+            self._run.tags = tags
         # W&B shows 255 as killed, 0 as finished and anything else as failed.
         self._run.finish(exit_code=1 if ending.is_failure else 255 if ending.is_cut_short else 0)
 
