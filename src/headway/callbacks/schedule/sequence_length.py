@@ -178,9 +178,9 @@ class SequenceLengthSchedulerCallback(TrainerCallback):
         limit = args.dynamo_recompile_limit or _RECOMPILE_LIMIT
         most = max(2, limit - _OTHER_SHAPES)
         if self.truncate:
-            span = target - self.min_sequence_length
-            # `most` lengths have one change less between them.
-            steps = -(-span // ((most - 1) * self.keep_multiple_of))
+            steps = 1
+            while self._num_lengths(steps * self.keep_multiple_of, target) > most:
+                steps += 1
             self._quantum = steps * self.keep_multiple_of
             if steps > 1:
                 logger.info(
@@ -195,6 +195,10 @@ class SequenceLengthSchedulerCallback(TrainerCallback):
                 f"{target} makes more lengths than torch compiles ({limit}, "
                 "dynamo_recompile_limit); set torch_compile_dynamic=True, or raise one of the two"
             )
+
+    def _num_lengths(self, quantum: int, target: int) -> int:
+        """The least length, the full one, and the multiples between them."""
+        return 2 + (target - 1) // quantum - self.min_sequence_length // quantum
 
     def _try(self, batch: Any) -> None:
         """Shorten a sample for nothing, so that data that cannot be is refused at once."""
