@@ -1,0 +1,226 @@
+"""Talking to a running job, from Python or the shell, without any package.
+
+Owns: `Client` and `AsyncClient`, the check that an address still is the job that wrote it, and the
+errors a caller sees. Does not own: which jobs there are (discovery.py), what commands mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import http.client
+import json
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from headway.control.discovery import Job, find_job
+from headway.control.schema import COMMANDS, BadRequest, check_data, new_command_id
+from headway.control.security import prove
+from headway.errors import ConfigError, unknown
+
+_TIMEOUT_S = 30.0
+_LOOK_S = 0.05
+_MOST_ANSWER_BYTES = 16 << 20
+
+
+class ControlError(Exception):
+    """A job refused a request or cannot be reached; `status` is HTTP's, None without an answer."""
+
+    def __init__(self, message: str, status: int | None = None, answer: Any = None) -> None:
+        super().__init__(message)
+        self.status, self.answer = status, answer
+
+
+class Client:
+    """A running job, by its id, the beginning of its id, or what discovery found.
+
+    Methods are named as commands are: `client.save_checkpoint()`, `client.pause(offload=True)`.
+    They return the receipt, by default once the command took effect on all ranks.
+    """
+
+    def __init__(self, job: str | Job, *, timeout_s: float = _TIMEOUT_S) -> None:
+        self.job = find_job(job) if isinstance(job, str) else job
+        self.job_id = self.job.endpoint.job_id
+        self._timeout_s = timeout_s
+        self._proven = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in COMMANDS or name == "status":
+            raise AttributeError(name)
+
+        def send(*, wait: bool = True, timeout_s: float | None = None, **data: Any) -> Any:
+            return self.send(name, data, wait=wait, timeout_s=timeout_s)
+
+        return send
+
+    def status(self) -> dict[str, Any]:
+        """What the run does now."""
+        found: dict[str, Any] = self._ask("GET", "status", role="read")
+        return found
+
+    def send(
+        self,
+        command: str,
+        data: dict[str, Any] | None = None,
+        *,
+        wait: bool = True,
+        timeout_s: float | None = None,
+        command_id: str | None = None,
+    ) -> dict[str, Any]:
+        """Send a command; returns its receipt.
+
+        With `wait`, that is the settled one, or `ControlError` when the time is over: the command
+        may still take effect then, and sending it again with the same id does not repeat it.
+        """
+        if command not in COMMANDS:
+            raise ConfigError(unknown("command", command, COMMANDS))
+        try:
+            check_data(command, data or {})
+        except BadRequest as error:
+            raise ConfigError(error.message) from None
+        command_id = command_id or new_command_id()
+        body = {"command": command, "id": command_id, "data": data or {}}
+        receipt: dict[str, Any] = self._ask("POST", "control", role="control", body=body)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        while wait and receipt["settled_at"] is None:
+            if time.monotonic() > deadline:
+                raise ControlError(
+                    f"{command} was accepted, but took no effect within {limit_s:g} s: a step, an "
+                    f"evaluation or a save is under way (its id: {command_id})"
+                )
+            time.sleep(_LOOK_S)
+            receipt = self._ask("GET", f"commands/{command_id}", role="read")
+        if receipt["state"] in ("refused", "failed"):
+            raise ControlError(
+                receipt["message"] or f"{command} {receipt['state']}", answer=receipt
+            )
+        return receipt
+
+    def events(self, after: int | None = None) -> Iterator[dict[str, Any]]:
+        """What happens to the run, as it happens, until the run ends."""
+        self._prove()
+        connection = self._connect()
+        headers = self._headers("read")
+        if after is not None:
+            headers["Last-Event-ID"] = str(after)
+        try:
+            connection.request("GET", f"/jobs/{self.job_id}/events", headers=headers)
+            answer = connection.getresponse()
+            if answer.status != 200:
+                raise _error_of(answer.status, answer.read(_MOST_ANSWER_BYTES))
+            for line in answer:
+                if line.startswith(b"data: "):
+                    yield json.loads(line[6:])
+        except (OSError, http.client.HTTPException) as error:
+            raise ControlError(f"the job {self.job_id} is gone: {error}") from None
+        finally:
+            connection.close()
+
+    def _ask(self, method: str, what: str, *, role: str, body: Any = None) -> Any:
+        self._prove()
+        return self._request(method, f"/jobs/{self.job_id}/{what}", self._headers(role), body)
+
+    def _headers(self, role: str) -> dict[str, str]:
+        token = self.job.token("control") or (self.job.token("read") if role == "read" else None)
+        return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+    def _prove(self) -> None:
+        """Before a token is sent: that who listens there is the job, not somebody after it."""
+        if self._proven:
+            return
+        if not self.job.alive:
+            raise ControlError(
+                f"the job {self.job_id} is not running any more (process "
+                f"{self.job.endpoint.pid} is gone)"
+            )
+        challenge = secrets.token_hex(16)
+        answer = self._request("GET", f"/healthz?challenge={challenge}", {}, None)
+        expected = prove(self.job.endpoint.nonce, challenge)
+        proof = answer.get("proof") if isinstance(answer, dict) else None
+        if not isinstance(proof, str) or not hmac.compare_digest(proof.encode(), expected.encode()):
+            raise ControlError(f"what answers at the address of {self.job_id} is not that job")
+        self._proven = True
+
+    def _request(self, method: str, path: str, headers: dict[str, str], body: Any) -> Any:
+        connection = self._connect()
+        content = None
+        if body is not None:
+            content = json.dumps(body).encode()
+            headers = {**headers, "Content-Type": "application/json"}
+        try:
+            connection.request(method, path, body=content, headers=headers)
+            answer = connection.getresponse()
+            text = answer.read(_MOST_ANSWER_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            raise ControlError(f"the job {self.job_id} does not answer: {error}") from None
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise _error_of(answer.status, text)
+        return json.loads(text)
+
+    def _connect(self) -> http.client.HTTPConnection:
+        endpoint = self.job.endpoint
+        if endpoint.unix_socket is not None:
+            return _UnixConnection(endpoint.unix_socket, self._timeout_s)
+        # What listens on all addresses is reached on this machine's own.
+        anywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+        host = anywhere.get(endpoint.host, endpoint.host)
+        return http.client.HTTPConnection(host, endpoint.port, timeout=self._timeout_s)
+
+
+class AsyncClient:
+    """`Client` for asyncio: the same methods, to be awaited."""
+
+    def __init__(self, job: str | Job, *, timeout_s: float = _TIMEOUT_S) -> None:
+        self._client = Client(job, timeout_s=timeout_s)
+        self.job_id = self._client.job_id
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        async def call(**data: Any) -> Any:
+            return await asyncio.to_thread(method, **data)
+
+        return call
+
+    async def status(self) -> dict[str, Any]:
+        """What the run does now."""
+        return await asyncio.to_thread(self._client.status)
+
+    async def send(self, command: str, data: dict[str, Any] | None = None, **how: Any) -> Any:
+        """As `Client.send`."""
+        return await asyncio.to_thread(self._client.send, command, data, **how)
+
+    async def events(self, after: int | None = None) -> AsyncIterator[dict[str, Any]]:
+        """As `Client.events`."""
+        source = self._client.events(after)
+        try:
+            while (event := await asyncio.to_thread(next, source, None)) is not None:
+                yield event
+        finally:
+            source.close()  # type: ignore[attr-defined]
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _error_of(status: int, text: bytes) -> ControlError:
+    try:
+        answer = json.loads(text)
+        message = str(answer["error"])
+    except (ValueError, KeyError, TypeError):
+        answer, message = None, f"the server answered {status}"
+    return ControlError(message, status, answer)
