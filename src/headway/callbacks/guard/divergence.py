@@ -45,8 +45,11 @@ class DivergenceDetector(TrainerCallback):
     `action`: `stop` ends the run with its last save and evaluation, `abort` ends it at once and
     writes nothing, `rollback` returns to the last checkpoint that is known to be good, up to
     `max_rollbacks` times. What is then left out (`skip_batches`): the `offending` steps since the
-    last good observation, if that did not help or with `all` the data of all steps since the
-    checkpoint, or `none`. Base learning rates are multiplied by `learning_rate_factor`.
+    last good state, if that did not help or with `all` the data of all steps since the checkpoint,
+    or `none`. Base learning rates are multiplied by `learning_rate_factor`.
+
+    A good state is one on which a good value was measured. A loss is measured before the update of
+    its step, so the loss of a step speaks for the state after the step before it.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class DivergenceDetector(TrainerCallback):
         self.decides_nonfinite = action == "rollback"
         self._source: str | None = None
         """The event that brings the metric: one that two events bring is observed once."""
-        self._last_good_step = 0
+        self._good_step = self._last_step = 0
         self._told_nonfinite = False
 
     # Around the steps
@@ -114,7 +117,7 @@ class DivergenceDetector(TrainerCallback):
         self._source = None
         self._told_nonfinite = False
         if self.rule.observation_count == 0:
-            self._last_good_step = state.global_step
+            self._good_step = self._last_step = state.global_step
         if self.metric_key.startswith(_EVALUATION) and trainer.eval_dataset is None:
             raise ConfigError(
                 f"{self.name}: metric_key={self.metric_key!r} needs evaluations, and there is no "
@@ -125,8 +128,9 @@ class DivergenceDetector(TrainerCallback):
     def on_step_begin(self, state: TrainerState, control: TrainerControl) -> None:
         self.recovery.begin_step(state, control)
 
-    def on_save(self, step: int, checkpoint_path: str) -> None:
+    def on_save(self, step: int, checkpoint_path: str, trainer: Any) -> None:
         self.recovery.note_save(step, checkpoint_path)
+        self.recovery.note_good(self._good_step, trainer)
 
     def on_load(self, state: TrainerState, trainer: Any) -> None:
         self.recovery.note_load(state, trainer)
@@ -174,13 +178,16 @@ class DivergenceDetector(TrainerCallback):
         metrics: Mapping[str, float],
         trainer: Any,
     ) -> None:
-        if not self._by_step:
-            return
         from headway.engine.metrics import ALIASES
 
         value = metrics.get(ALIASES.get(self.metric_key, self.metric_key))
-        if value is not None:
+        if value is None:
+            return
+        if self._by_step:
             self._observe("on_metrics", step, value, state, control, trainer)
+        elif self.rule.is_calm and self.rule.is_near_best(value):
+            # A record covers many steps; this tells where among them it went wrong.
+            self._note_good(step - 1, trainer)
 
     def on_train_end(self, state: TrainerState) -> None:
         if self._source is None and self._by_step and state.is_world_process_zero:
@@ -217,13 +224,19 @@ class DivergenceDetector(TrainerCallback):
             why += self.rule.describe()
             self.rule.settle()
             self._act(why, step, control, state)
+        elif self.rule.is_calm and source == "on_evaluate":
+            self._note_good(step, trainer)
         elif self.rule.is_calm:
-            self._last_good_step = step
+            self._note_good(step - 1 if source == "on_metrics" else self._last_step, trainer)
+        self._last_step = step
+
+    def _note_good(self, step: int, trainer: Any) -> None:
+        if step > self._good_step:
+            self._good_step = step
             self.recovery.note_good(step, trainer)
 
     def _act(self, why: str, step: int, control: TrainerControl, state: TrainerState) -> None:
-        good_step = min(self._last_good_step, step - 1)
-        self.recovery.act(why, control, state, good_step=good_step, bad_step=step)
+        self.recovery.act(why, control, state, good_step=self._good_step, bad_step=step)
 
     def _refuse_name(self, found: Mapping[str, Any]) -> None:
         raise ConfigError(f"{self.name}: metric_key: " + unknown("metric", self.metric_key, found))
@@ -234,13 +247,15 @@ class DivergenceDetector(TrainerCallback):
         return {
             "version": 1,
             **self.rule.state_dict(),
-            "last_good_step": self._last_good_step,
+            "good_step": self._good_step,
+            "last_step": self._last_step,
             **self.recovery.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.rule.load_state_dict(state)
-        self._last_good_step = int(state.get("last_good_step") or 0)
+        self._good_step = int(state.get("good_step") or 0)
+        self._last_step = int(state.get("last_step") or 0)
         self.recovery.load_state_dict(state)
 
 

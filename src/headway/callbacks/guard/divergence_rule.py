@@ -60,7 +60,7 @@ class DivergenceRule:
         limit = self._limit()
         excess = self._loss_against(self.best, self.smoothed)
         # Stricter than the limit: the average comes after what went wrong.
-        self.is_calm = excess < limit / 2 and self._loss_against(self.best, value) < limit
+        self.is_calm = excess < limit / 2 and self.is_near_best(value)
         if self.observation_count <= self._warmup:
             return False
         if self.cooldown_left > 0:
@@ -68,6 +68,10 @@ class DivergenceRule:
             return False
         self.consecutive_above = self.consecutive_above + 1 if excess >= limit else 0
         return self.consecutive_above >= self._patience
+
+    def is_near_best(self, value: float) -> bool:
+        """Whether a single value, not smoothed, is within the limit; it is not counted."""
+        return self.best is None or self._loss_against(self.best, value) < self._limit()
 
     def settle(self) -> None:
         """A divergence was acted on: the same one is not told again."""

@@ -100,8 +100,9 @@ class NaNGuardCallback(TrainerCallback):
             broken = find_broken(model)
             trainer.record_metric(BROKEN_PARAMETERS, broken, "max", None, "latest")
 
-    def on_save(self, step: int, checkpoint_path: str) -> None:
+    def on_save(self, step: int, checkpoint_path: str, trainer: Any) -> None:
         self.recovery.note_save(step, checkpoint_path)
+        self.recovery.note_good(self._good_state, trainer)
 
     def on_load(self, state: TrainerState, trainer: Any) -> None:
         self.recovery.note_load(state, trainer)
@@ -134,9 +135,15 @@ class NaNGuardCallback(TrainerCallback):
         elif bad is not None:
             self._consecutive = 0
             self._last_good_step = step
-            if self.parameter_interval is None or broken is not None:
-                # A loss is measured before the update of its step.
-                self.recovery.note_good(step if broken is not None else step - 1, trainer)
+            self.recovery.note_good(self._good_state, trainer)
+
+    @property
+    def _good_state(self) -> int:
+        """The newest step after which all was well."""
+        # A loss is measured before the update of its step.
+        return (
+            self._last_good_step - 1 if self.parameter_interval is None else self._last_sound_step
+        )
 
     def _name_bad(self, metrics: Mapping[str, float]) -> str | None:
         """What is not finite in a step, in words; None for what is no step."""
