@@ -251,6 +251,8 @@ class ModelMergeCallback(TrainerCallback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._drop()
+        if not self.enabled:
+            return
         self._first = int(state.get("first_step", 0))
         self._last = int(state.get("last_step", 0))
         self._count = int(state.get("count", 0))
@@ -262,7 +264,8 @@ class ModelMergeCallback(TrainerCallback):
         return {_SLOT: self._sums} if self._sums else {}
 
     def load_parameter_state(self, slots: dict[str, dict[str, Tensor]]) -> None:
-        self._sums = {n: t for n, t in slots.get(_SLOT, {}).items() if t.numel()}
+        kept = slots.get(_SLOT, {}) if self.enabled else {}
+        self._sums = {name: tensor for name, tensor in kept.items() if tensor.numel()}
 
 
 def _zeros(watched: Watched) -> dict[str, Tensor]:
