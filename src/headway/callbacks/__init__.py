@@ -29,12 +29,6 @@ if TYPE_CHECKING:
     from headway.callbacks.profile.memory_snapshot import MemorySnapshotCallback
     from headway.callbacks.profile.profiler import ProfilerCallback
     from headway.callbacks.remote.beaker import BeakerCallback
-    from headway.callbacks.save.ema import EMACallback
-    from headway.callbacks.save.merge_windows import (
-        compute_merge_steps_from_decay_schedule,
-        compute_merge_window_starts,
-    )
-    from headway.callbacks.save.model_merge import ModelMergeCallback
     from headway.callbacks.remote.comet_tracker import CometCallback, CometNotificationSetting
     from headway.callbacks.remote.mlflow_tracker import MLflowCallback
     from headway.callbacks.remote.slack import SlackNotificationSetting, SlackNotifierCallback
@@ -59,7 +53,6 @@ if TYPE_CHECKING:
     from headway.callbacks.watch.peak_memory import PeakMemory
     from headway.callbacks.watch.speed_monitor import SpeedMonitorCallback
     from headway.callbacks.watch.stability_monitor import StabilityMonitorCallback
-    "EMACallback",
     from headway.callbacks.watch.textgen import TextgenCallback
     from headway.callbacks.watch.weight_norm_logger import WeightNormLogger
 
@@ -71,7 +64,6 @@ __all__ = [
     "ConfigSaverCallback",
     "ConsoleLoggerCallback",
     "DefaultMetrics",
-    "ModelMergeCallback",
     "DivergenceDetector",
     "DownstreamEvaluator",
     "DownstreamEvaluatorCallbackConfig",
@@ -91,8 +83,6 @@ __all__ = [
     "MallocTraceCallback",
     "MemorySnapshotCallback",
     "MetricSaverCallback",
-    "compute_merge_steps_from_decay_schedule",
-    "compute_merge_window_starts",
     "ModelMergeCallback",
     "NaNGuardCallback",
     "ParameterNormLogger",
@@ -126,12 +116,6 @@ SETTINGS = (
     "LMEvaluator",
     "SlackNotificationSetting",
 )
-        "save.ema": ("EMACallback",),
-        "save.merge_windows": (
-            "compute_merge_steps_from_decay_schedule",
-            "compute_merge_window_starts",
-        ),
-        "save.model_merge": ("ModelMergeCallback",),
 """Exports that are values of a callback's option and no callbacks: a run file cannot make one."""
 
 __getattr__, __dir__ = lazy_exports(
