@@ -28,6 +28,8 @@ from headway.errors import ConfigError, missing_extra
 logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 60.0
+OUTCOMES = ("stopped", "cancelled", "interrupted", "aborted", "failed")
+"""What an ending may be called, but for one that needs no mark."""
 _PREFIXES = {"eval_": "eval/", "test_": "test/"}
 _COUNTERS = ("step", "global_step")
 
