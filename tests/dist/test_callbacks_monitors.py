@@ -22,8 +22,9 @@ from headway.callbacks import (
     SpeedMonitorCallback,
     StabilityMonitorCallback,
 )
-from headway.callbacks.watch import default_metrics, training_time
+from headway.callbacks.watch import default_metrics
 from headway.dist import init_distributed
+from headway.engine import timing
 from headway.testing import run_ranks, tiny_dataset, tiny_decoder
 
 STEP_S, TOKENS_PER_STEP = (1.0, 3.0), 32  # rank 1 is the slow one
@@ -74,9 +75,9 @@ class Listening(logging.Handler):
 def watch(folder: str) -> dict[str, Any]:
     rank = init_distributed(use_cpu=True).rank
     listening = Listening()
-    training_time.clock = Clock(rank)
+    timing.clock = Clock(rank)
     default_metrics.device_name = lambda device: "NVIDIA H200"
-    work = Work(training_time.clock)
+    work = Work(timing.clock)
     fast = {"with_stack": False, "with_flops": False, "record_shapes": False, "table_rows": 3}
     common = {
         "per_device_train_batch_size": 2,
@@ -102,7 +103,7 @@ def watch(folder: str) -> dict[str, Any]:
     DDPTrainer(
         args={"output_dir": folder, **common}, callbacks=monitors, default_callbacks=False, **data
     ).train()
-    pipelined = Work(training_time.clock)
+    pipelined = Work(timing.clock)
     arguments = PipelineTrainingArguments(
         output_dir=f"{folder}/pipeline", pipe_schedule="GPipe", n_microbatches=2, **common
     )

@@ -170,7 +170,7 @@ class TrainingLoop:
             return
         first_step, fresh = p.state.global_step, p.loader.position == 0
         self._last_step.leave()
-        for window in p.strategy.feed(p.loader):
+        for window in p.timing.time_fetches(p.strategy.feed(p.loader)):
             self.stepper.take(window)
             if not self._stepped:
                 self._stepped = True

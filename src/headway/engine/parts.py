@@ -22,6 +22,7 @@ from headway.engine.events import EventBus
 from headway.engine.metrics import MetricBuffer
 from headway.engine.rollback import RollbackRequest
 from headway.engine.state import TrainerState
+from headway.engine.timing import LoopTiming
 from headway.engine.triggers import Length, Trigger
 from headway.strategies.base import Strategy
 from headway.strategies.objective import Objective
@@ -64,6 +65,7 @@ class LoopParts:
     """Save the current step after an error, unless it is saved already."""
     cancel: CancelRequests
     bookkeeping: Bookkeeping
+    timing: LoopTiming
     channel: RankChannel | None = None
     """On which ranks join metrics; None where there is one rank only."""
     checkpointed: bool = False

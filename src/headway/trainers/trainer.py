@@ -36,6 +36,7 @@ from headway.engine.metrics import MetricBuffer
 from headway.engine.parts import LoopParts
 from headway.engine.signals import SignalRequests
 from headway.engine.state import TrainerControl, TrainerState, outcome_of
+from headway.engine.timing import LoopTiming
 from headway.errors import ConfigError
 from headway.models.fused_loss import FusedLossFactory
 from headway.optim.build import (
@@ -148,6 +149,7 @@ class Trainer(Registration, Recording, RunRequests, Checkpointing, Evaluation, L
         self.metrics = MetricBuffer()
         self.cancel = CancelRequests(self.state)
         self.bookkeeping = Bookkeeping(self.bus, self.env.world_size)
+        self.timing = LoopTiming()
         self._channel: RankChannel | None = None
         self.strategy: Strategy | None = None
         self._all_ranks: Ranks | None = None
@@ -428,6 +430,7 @@ class Trainer(Registration, Recording, RunRequests, Checkpointing, Evaluation, L
             rescue=saver.rescue,
             cancel=self.cancel,
             bookkeeping=self.bookkeeping,
+            timing=self.timing,
             channel=self._channel,
             checkpointed=saver.checkpointer is not None,
             relieve=CachedMemory(self.strategy.device, self.args.gc_threshold).relieve,

@@ -12,6 +12,7 @@ from virtual_time import (
     FETCH_S,
     STEP_S,
     TOKENS_PER_STEP,
+    Aside,
     Seen,
     VirtualTime,
     Work,
@@ -22,7 +23,7 @@ from headway import TrainerCallback
 from headway.callbacks import DefaultMetrics
 from headway.callbacks.watch import default_metrics
 from headway.callbacks.watch.device_peaks import peak_flops, working_dtype
-from headway.callbacks.watch.training_time import TrainingTime, fetch_timer
+from headway.callbacks.watch.training_time import TrainingTime
 from headway.engine.state import TrainerControl, TrainerState
 from headway.errors import ConfigError
 
@@ -208,31 +209,18 @@ def test_waiting_for_the_device_is_training_and_what_comes_after_is_not(time: Vi
     assert training.excluded_s == EVAL_S and not training.was_interrupted
 
 
-def test_fetches_of_training_are_timed_and_others_are_not(time: VirtualTime) -> None:
-    class Feeds:
-        closed = False
-
-        def feed(self, loader: Any, *, training: bool = True) -> Any:
-            self.windows = self.read(loader)  # held, so that it is closed only by whoever reads
-            return self.windows
-
-        def read(self, loader: Any) -> Any:
-            try:
-                for window in loader:
-                    time.now_s += 2.0
-                    yield window
-            finally:
-                self.closed = True
-
-    strategy = Feeds()
-    timer = fetch_timer(strategy)
-    assert fetch_timer(strategy) is timer
-    assert list(strategy.feed("ab", training=False)) == ["a", "b"]
-    assert timer.total_s == 0
-    strategy.closed = False
-    windows = strategy.feed("abc")
-    assert [next(windows), next(windows)] == ["a", "b"]
-    time.now_s += 100.0
-    windows.close()
-    assert timer.total_s == 4.0 and timer.last_s == 2.0
-    assert strategy.closed
+@pytest.mark.parametrize("logging_steps", [1, 2, 3])
+def test_what_a_callback_sets_aside_is_not_training(
+    tmp_path: Path, time: VirtualTime, logging_steps: int
+) -> None:
+    seen = Seen()
+    callbacks = [DefaultMetrics(), Work(time), Aside(time, [2, 3, 4]), seen]
+    options = {
+        "max_steps": 6,
+        "logging_steps": logging_steps,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+    }
+    make_trainer(tmp_path, time, callbacks, **options).train()
+    speeds = {record["tok_per_sec"] for record in seen.logs if "tok_per_sec" in record}
+    assert speeds == {SPEED}

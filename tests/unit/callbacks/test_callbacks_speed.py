@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from virtual_time import (
+    ASIDE_S,
     EVAL_S,
     FETCH_S,
     GENERATE_S,
     STEP_S,
     TOKENS_PER_STEP,
+    Aside,
     Seen,
     VirtualTime,
     Work,
@@ -98,6 +100,20 @@ def test_evaluations_are_in_the_average_and_not_in_a_step(
     last = found[5]
     assert last[f"{DEVICE}/TPS (actual avg)"] == pytest.approx(4 * TOKENS_PER_STEP / whole)
     assert last["throughput/goodput (%)"] == pytest.approx(100 * 4 * WHOLE_S / whole)
+
+
+@pytest.mark.parametrize("logging_steps", [1, 2, 10])
+def test_what_a_callback_sets_aside_is_in_the_average_and_not_in_a_step(
+    tmp_path: Path, time: VirtualTime, logging_steps: int
+) -> None:
+    seen, monitor = Seen(), SpeedMonitorCallback()
+    callbacks = [Work(time), monitor, Aside(time, [2, 3]), seen]
+    options = {"max_steps": 5, "logging_steps": logging_steps}
+    make_trainer(tmp_path, time, callbacks, **options).train()
+    steps = {metrics[f"{DEVICE}/TPS"] for step, metrics in seen.metrics.items() if step > 1}
+    assert steps == {TOKENS_PER_STEP / WHOLE_S}
+    whole = 4 * WHOLE_S + 2 * ASIDE_S
+    assert seen.metrics[5]["throughput/goodput (%)"] == pytest.approx(100 * 4 * WHOLE_S / whole)
 
 
 def test_operations_and_parameters_are_found_out(tmp_path: Path, time: VirtualTime) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from headway import Trainer, TrainerCallback, TrainingArguments
-from headway.callbacks.watch import training_time
 from headway.data.collate import PadCollator
+from headway.engine import timing
 from headway.testing import tiny_dataset, tiny_decoder
 
 TOKENS_PER_STEP = 16
 FETCH_S, STEP_S, EVAL_S, SAVE_S, GENERATE_S = 0.5, 1.5, 100.0, 50.0, 30.0
+ASIDE_S = 20.0
 
 
 class VirtualTime:
@@ -26,7 +27,7 @@ class VirtualTime:
         return self.now_s
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
-        monkeypatch.setattr(training_time, "clock", self)
+        monkeypatch.setattr(timing, "clock", self)
         return self
 
 
@@ -51,6 +52,20 @@ class Work(TrainerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Only so that the state is asked for."""
+
+
+class Aside(TrainerCallback):
+    """Writes a trace, say, after some steps: none of it is training."""
+
+    priority = -10
+
+    def __init__(self, time: VirtualTime, steps: list[int]) -> None:
+        self.time, self.steps = time, steps
+
+    def on_step_end(self, state: Any, trainer: Any) -> None:
+        if state.global_step in self.steps:
+            with trainer.timing.aside(), trainer.timing.aside():
+                self.time.now_s += ASIDE_S
 
 
 class Seen(TrainerCallback):

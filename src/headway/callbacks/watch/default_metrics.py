@@ -44,7 +44,7 @@ class DefaultMetrics(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, trainer: Any, model: Any
     ) -> None:
-        self._time.begin(trainer.strategy)
+        self._time.begin(trainer.timing)
         self._since_s = None
         self._steps_to_skip = args.speed_metrics_start_step
         if self._steps_to_skip == 0:

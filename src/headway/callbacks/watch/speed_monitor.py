@@ -101,7 +101,7 @@ class SpeedMonitorCallback(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, trainer: Any, model: Any
     ) -> None:
         device = trainer.strategy.device
-        self._time.begin(trainer.strategy)
+        self._time.begin(trainer.timing)
         self._stamps, self._num_ranks = stamps_for(device), args.world_size
         self.reset()
         if self.device_peak_flops_per_second is None:
