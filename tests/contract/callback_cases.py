@@ -55,6 +55,8 @@ class Case:
     """Arguments under which it has nothing due between two records."""
     records: tuple[str, ...] = ()
     """Names of figures that it adds to a run's records or metrics."""
+    changes_run: bool = False
+    """Whether a run with it, made like this, has other losses, weights or steps than without."""
 
     def arguments(self, url: str, output_dir: str | Path) -> dict[str, Any]:
         places = {URL: url, RESULTS: str(Path(output_dir, "results"))}
@@ -124,6 +126,13 @@ CASES: dict[str, Case] = {
         sparse={"start_step": 1000},
     ),
     "MemorySnapshotCallback": Case({"steps": [2]}),
+    # guard
+    "DivergenceDetector": Case(),
+    "EarlyStoppingCallback": Case(
+        {"early_stopping_patience": 9}, sparse={"metric": "train/CE loss"}
+    ),
+    "NaNGuardCallback": Case({"parameter_interval": 1}, records=("guard/parameters not finite",)),
+    "StepSkipRange": Case({"start": 100, "stop": 101}),
     # remote
     "WandBCallback": Case(
         {**_TRACKER, "mode": "offline"}, package="wandb", writes=("wandb/offline-run-*/*.wandb",)

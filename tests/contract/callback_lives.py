@@ -140,8 +140,13 @@ def component(name: str, url: str, folder: Path, **changes: Any) -> dict[str, An
 
 
 def group_of(name: str) -> str:
-    """The room of a callback: log, watch, profile or remote."""
+    """The room of a callback: log, watch, profile, remote, guard, save, schedule or evaluate."""
     return callback_classes()[name].__module__.split(".")[2]
+
+
+def life_of(name: str) -> str:
+    """The group whose life a callback shares; what changes a run has a life of its own."""
+    return name if CASES[name].changes_run else group_of(name)
 
 
 def live(folder: Path, names: Sequence[str], url: str, trainer: str = "single") -> Life:
@@ -156,7 +161,7 @@ def live(folder: Path, names: Sequence[str], url: str, trainer: str = "single") 
         try:
             _train(first, life, [Fail()])
         except RuntimeError as error:
-            if str(error) != "power":
+            if not str(error).endswith("power"):
                 raise
         if trainer != "single":  # else the watch over the ranks would end them for the failure
             cleanup_distributed()

@@ -16,7 +16,16 @@ from typing import Any
 
 import pytest
 from callback_cases import CASES, callback_classes, is_there, need, other_exports
-from callback_lives import LAST_STEP, Life, component, group_of, live, live_on_rank, run_file
+from callback_lives import (
+    LAST_STEP,
+    Life,
+    component,
+    group_of,
+    life_of,
+    live,
+    live_on_rank,
+    run_file,
+)
 
 from headway import TrainerCallback
 from headway.config import load_run
@@ -28,13 +37,18 @@ from headway.testing import assert_no_import, count_host_syncs, run_ranks
 from headway.trainers.from_config import build_callbacks, build_trainer
 
 NAMES = sorted(callback_classes())
-GROUPS = ("log", "watch", "profile", "remote")
+OBSERVING = ("log", "watch", "profile", "remote")
+DECIDING = ("guard", "save", "schedule", "evaluate")
+GROUPS = tuple(g for g in (*OBSERVING, *DECIDING) if any(group_of(n) == g for n in NAMES))
+OBSERVERS = [name for name in NAMES if group_of(name) in OBSERVING]
+DECIDERS = [name for name in NAMES if group_of(name) in DECIDING]
 SERVICES = ("open_run", "send", "mark_rewind", "finish_run", "deliver")
 OPTIONAL = sorted({case.package for case in CASES.values() if case.package})
 
 
-def members(group: str) -> list[str]:
-    return [n for n in NAMES if n in CASES and group_of(n) == group and is_there(n)]
+def members(life: str) -> list[str]:
+    """The callbacks that live together: those of a group, or one that changes its run."""
+    return [n for n in NAMES if n in CASES and life_of(n) == life and is_there(n)]
 
 
 def make(name: str, url: str, folder: Path, **changes: Any) -> Any:
@@ -101,8 +115,9 @@ def test_a_run_file_makes_it_by_its_short_name(name: str, tmp_path: Path, offlin
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_observes_and_says_so(name: str) -> None:
-    assert callback_classes()[name].failure_policy == "disable"
+def test_it_says_whether_it_observes_or_decides(name: str) -> None:
+    expected = "disable" if name in OBSERVERS else "raise"
+    assert callback_classes()[name].failure_policy == expected
 
 
 # The life of a run
@@ -134,7 +149,7 @@ def test_nothing_of_it_is_left_after_the_run(group: str, lives: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_it_lives_through_error_and_resume(name: str, lives: Any, posted: Any) -> None:
     need(name)
-    case, life = CASES[name], lives(group_of(name))
+    case, life = CASES[name], lives(life_of(name))
     assert life.disabled.get(name) is None
     for pattern in case.writes:
         assert life.has_file(pattern), f"no {pattern} was written; said: {life.said}"
@@ -150,9 +165,9 @@ def test_its_state_goes_through_json_unchanged(
 ) -> None:
     need(name)
     if not hasattr(callback_classes()[name], "state_dict"):
-        assert name not in lives(group_of(name)).states
+        assert name not in lives(life_of(name)).states
         return
-    state = lives(group_of(name)).states[name]
+    state = lives(life_of(name)).states[name]
     assert state["version"] == 1
     text = json.dumps(state, allow_nan=False)
     fresh = make(name, posted[0], tmp_path)
@@ -264,7 +279,8 @@ def waits_of_none(tmp_path_factory: Any) -> Counter[str]:
 def test_no_callback_waits_for_the_device_between_records(
     tmp_path: Path, posted: Any, offline: Any, waits_of_none: Counter[str]
 ) -> None:
-    made = [quiet(make(n, posted[0], tmp_path, **CASES[n].sparse)) for n in NAMES if is_there(n)]
+    names = [n for n in NAMES if n in CASES and is_there(n) and not CASES[n].changes_run]
+    made = [quiet(make(n, posted[0], tmp_path, **CASES[n].sparse)) for n in names]
     waits, trainer = waits_of(tmp_path, made)
     assert trainer.bus.disabled == {}
     assert waits == waits_of_none
@@ -312,7 +328,7 @@ def checkpoint(tmp_path_factory: Any) -> Path:
     return folder / "out" / "checkpoint-2"
 
 
-NUM_ROUNDS = max(len(handlers_of(name)) for name in NAMES)
+NUM_ROUNDS = max(len(handlers_of(name)) for name in OBSERVERS)
 
 
 @pytest.mark.timeout(100)
@@ -328,7 +344,9 @@ def test_a_handler_that_fails_costs_its_callback_and_not_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each turn breaks another handler of each callback."""
-    chosen = {n: handlers_of(n)[turn] for n in NAMES if is_there(n) and turn < len(handlers_of(n))}
+    chosen = {
+        n: handlers_of(n)[turn] for n in OBSERVERS if is_there(n) and turn < len(handlers_of(n))
+    }
     callbacks = {
         n: broken(quiet(make(n, posted[0], tmp_path)), event) for n, event in chosen.items()
     }
@@ -354,7 +372,7 @@ def test_an_observer_that_fails_on_an_error_does_not_hide_it(
         def on_step_end(self) -> None:
             raise RuntimeError("power")
 
-    names = [n for n in NAMES if is_there(n) and _handles(n, "on_error")]
+    names = [n for n in OBSERVERS if is_there(n) and _handles(n, "on_error")]
     assert names
     callbacks = [broken(quiet(make(n, posted[0], tmp_path)), "on_error") for n in names]
     trainer = long_trainer(tmp_path, [*callbacks, Fails()])
@@ -362,3 +380,19 @@ def test_an_observer_that_fails_on_an_error_does_not_hide_it(
         trainer.train()
     assert sorted(trainer.bus.disabled) == names
     assert trainer.state.outcome == "failed"
+
+
+@pytest.mark.parametrize("name", DECIDERS)
+def test_a_handler_of_one_that_decides_ends_the_run_and_is_named(
+    name: str, tmp_path: Path, checkpoint: Path, posted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need(name)
+    # Not all of them come in so short a run; one that begins it does.
+    event = next(e for e in handlers_of(name) if e not in ("on_load", "on_save", "on_evaluate"))
+    callbacks = {"mine": broken(make(name, posted[0], tmp_path), event)}
+    monkeypatch.setattr("headway.trainers.from_config.build_callbacks", lambda run: callbacks)
+    trainer = build_trainer(load_run(run_file(tmp_path, [])))
+    with pytest.raises(Breakage) as caught:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert trainer.state.outcome == "failed"
+    assert "mine" in str(caught.value) and event in str(caught.value)
