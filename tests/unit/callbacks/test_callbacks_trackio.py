@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import sqlite3
 import uuid
 
@@ -36,7 +37,8 @@ def _folder(tmp_path_factory):
         yield
 
 
-def test_a_run_and_its_resume_are_one_run_without_a_gap(tmp_path) -> None:
+def test_a_run_and_its_resume_are_one_run_without_a_gap(tmp_path, capsys, caplog) -> None:
+    caplog.set_level(logging.INFO, "headway.callbacks.remote")
     common = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "num_samples": 64}
     project = f"p{uuid.uuid4().hex}"
     options = {"project": project, "name": "kite", "config": {"password": "hidden"}}
@@ -44,6 +46,7 @@ def test_a_run_and_its_resume_are_one_run_without_a_gap(tmp_path) -> None:
         tiny_trainer(tmp_path, [TrackioCallback(**options), Fail()], **common).train()
     again = TrackioCallback(**options)
     tiny_trainer(tmp_path, [again], resume_from_checkpoint=True, **common).train()
+    assert capsys.readouterr().out == "" and "Trackio project initialized" in caplog.text
 
     from trackio.utils import TRACKIO_DIR
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 from headway.callbacks.remote import credentials
 from headway.callbacks.remote.tracker import Ending, RunFacts, Tracker, text_or_none
+
+logger = logging.getLogger(__name__)
 
 RESUMED = "headway/resumed_from_step"
 
@@ -73,6 +78,7 @@ class TrackioCallback(Tracker):
     def open_run(self, facts: RunFacts) -> None:
         import trackio
 
+        _quieten_package()
         saved = self._resumed_state if facts.resumed_step else {}
         # Trackio finds a run again by its name alone.
         self._run_name = saved.get("run_name") or f"{facts.name}-{facts.run_id[:6]}"
@@ -110,3 +116,18 @@ def _hub_token() -> str | None:
     from huggingface_hub import get_token
 
     return get_token()
+
+
+def _quieten_package() -> None:
+    """What Trackio prints goes to the log: stdout is the user's, and Trackio has no such option."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "trackio":
+            vars(module).setdefault("print", _print)
+
+
+def _print(*words: object, **options: Any) -> None:
+    """Takes the place of `print` in the package's modules; the main thread prints as ever."""
+    if threading.current_thread() is threading.main_thread():
+        print(*words, **options)
+    else:
+        logger.info("%s", " ".join(map(str, words)).strip("* "))
