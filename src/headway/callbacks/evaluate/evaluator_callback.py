@@ -138,7 +138,9 @@ class EvaluatorCallback(TrainerCallback):
             return
         # All metrics up to here first: the device is idle then, and a bad loss is known.
         self.trainer.flush_metrics()
-        if self.perform_eval() is not None:
+        with self.trainer.evaluation_weights():
+            figures = self.perform_eval()
+        if figures is not None:
             self.trainer.flush_metrics()
             self._cancel_if_last(is_due)
 

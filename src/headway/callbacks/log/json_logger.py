@@ -157,7 +157,8 @@ def record_type(logs: dict[str, Any]) -> str:
     """What a record of the log is: train, eval or summary."""
     if "train_runtime" in logs:
         return "summary"
-    if "loss" in logs or not any(key.endswith(("_loss", "_runtime")) for key in logs):
+    measured = any(key.endswith(("_loss", "_runtime")) or key.startswith("eval/") for key in logs)
+    if "loss" in logs or not measured:
         return "train"
     return "eval"
 
