@@ -180,6 +180,50 @@ WRONG += [
     *each("BeakerCallback", "result_dir", (3,)),
     *each("BeakerCallback", "close_timeout_s", (0, -1.0, "long")),
 ]
+WRONG += [
+    *each("DivergenceDetector", "smoothing", (0, -0.1, 1.5, math.nan, True, "fast")),
+    *each("DivergenceDetector", "threshold", (0, -1.0, math.inf, "far")),
+    *each("DivergenceDetector", "relative_threshold", (1, 0.5, "far")),
+    ("DivergenceDetector", {"threshold": None}, ("threshold", "relative_threshold", None)),
+    *each("DivergenceDetector", "patience", WHOLE),
+    *each("DivergenceDetector", "warmup", (-1, 1.5, "long")),
+    *each("DivergenceDetector", "cooldown", (-1, 1.5, "long")),
+    ("DivergenceDetector", {"action": "stopp"}, ("action", "stopp", "'stop'", "rollback")),
+    *each("DivergenceDetector", "action", (None, 3)),
+    *each("DivergenceDetector", "use_eval_loss", FLAGS),
+    *each("DivergenceDetector", "greater_is_better", FLAGS),
+    *each("DivergenceDetector", "every_step", FLAGS),
+    *each("DivergenceDetector", "every_step", (True,), use_eval_loss=True),
+    *each("DivergenceDetector", "metric_key", ("", 3)),
+    *each("EarlyStoppingCallback", "early_stopping_patience", WHOLE),
+    *each("EarlyStoppingCallback", "patience", WHOLE),
+    *each("EarlyStoppingCallback", "early_stopping_threshold", (-1, math.nan, "much", True)),
+    *each("EarlyStoppingCallback", "min_delta", (-1, math.inf, "much")),
+    *each("EarlyStoppingCallback", "patience", (3,), early_stopping_patience=2),
+    *each("EarlyStoppingCallback", "metric", ("", 3)),
+    *each("EarlyStoppingCallback", "greater_is_better", (1, "yes")),
+    ("NaNGuardCallback", {"action": "skpi"}, ("action", "skpi", "'skip'")),
+    *each("NaNGuardCallback", "watch_loss", FLAGS),
+    *each("NaNGuardCallback", "watch_grad_norm", FLAGS),
+    *each("NaNGuardCallback", "parameter_interval", WHOLE),
+    *each("NaNGuardCallback", "max_consecutive", WHOLE),
+    (
+        "NaNGuardCallback",
+        {"watch_loss": False, "watch_grad_norm": False},
+        ("watch_loss", "watch_grad_norm", False, "parameter_interval"),
+    ),
+    *[
+        entry
+        for name in ("DivergenceDetector", "NaNGuardCallback")
+        for entry in (
+            *each(name, "max_rollbacks", WHOLE),
+            *each(name, "skip_batches", ("some", None)),
+            *each(name, "learning_rate_factor", (0, -1.0, 1.5, math.nan, True, "half")),
+        )
+    ],
+    *each("StepSkipRange", "start", WHOLE, stop=9),
+    *each("StepSkipRange", "stop", (*WHOLE, 3, 5), start=5),
+]
 WITHOUT_OPTIONS = {"WeightNormLogger"}
 
 
