@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import configparser
 import hashlib
-import json
 import logging
 import os
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -20,6 +18,7 @@ from headway.callbacks.remote.tracker import (
     Ending,
     RunFacts,
     Tracker,
+    ask_json,
     flatten,
     text_or_none,
     texts,
@@ -29,7 +28,6 @@ from headway.errors import ConfigError, unknown
 
 logger = logging.getLogger(__name__)
 
-_API_TIMEOUT_S = 5.0
 # What the package would log by itself; the trainer's figures are enough, and git or code may hold
 # more than the user wants to send.
 _QUIET = {
@@ -70,6 +68,8 @@ class CometCallback(Tracker):
     service = "Comet"
     package = "comet_ml"
     extra = "comet"
+    key_variable = "COMET_API_KEY"
+    way_without_key = "offline=true (or COMET_MODE=offline)"
 
     def __init__(
         self,
@@ -131,11 +131,11 @@ class CometCallback(Tracker):
             return self.offline
         return (credentials.variable("COMET_MODE") or "").lower() == "offline"
 
-    def check_access(self) -> None:
-        if not self.is_offline and _api_key() is None:
-            raise credentials.missing_key(
-                "CometCallback", "COMET_API_KEY", "offline=true (or COMET_MODE=offline)"
-            )
+    def needs_key(self) -> bool:
+        return not self.is_offline
+
+    def find_key(self) -> str | None:
+        return super().find_key() or _key_of_login()
 
     def state_dict(self) -> dict[str, Any]:
         own = {"experiment_key": self._exp_key, "name": self.name}
@@ -148,7 +148,7 @@ class CometCallback(Tracker):
         credentials.preset("COMET_LOGGING_CONSOLE", "ERROR")
         import comet_ml
 
-        saved = self._resumed_state if facts.resumed_step else {}
+        saved = self._saved_of(facts)
         wants = bool(saved) and self.auto_resume and saved.get("name") == self.name
         own_key = _make_key(facts.run_id)
         if wants:
@@ -185,7 +185,7 @@ class CometCallback(Tracker):
         return kind(**self._options(), offline_directory=str(folder)), continues
 
     def _make_online(self, comet_ml: Any, facts: RunFacts, wants: bool) -> tuple[Any, bool]:
-        options = {**self._options(), "api_key": _api_key()}
+        options = {**self._options(), "api_key": self.find_key()}
         if wants:
             try:
                 return comet_ml.ExistingExperiment(**options), True
@@ -229,7 +229,9 @@ class CometCallback(Tracker):
             if stale:
                 from comet_ml import APIExperiment
 
-                at_server = APIExperiment(api_key=_api_key(), previous_experiment=self._exp_key)
+                at_server = APIExperiment(
+                    api_key=self.find_key(), previous_experiment=self._exp_key
+                )
                 at_server.delete_tags(stale)
         except Exception as error:
             logger.warning("CometCallback: tags of an earlier end could not be deleted: %s", error)
@@ -246,12 +248,8 @@ class CometCallback(Tracker):
         if self._experiment is None or self.is_offline:
             return ()
         query = urllib.parse.urlencode({"experimentKey": self._exp_key})
-        request = urllib.request.Request(
-            f"{_base_url()}/api/rest/v2/experiment/tags?{query}",
-            headers={"Authorization": _api_key() or ""},
-        )
-        with urllib.request.urlopen(request, timeout=_API_TIMEOUT_S) as answer:
-            return json.load(answer).get("tags") or ()
+        url = f"{_base_url()}/api/rest/v2/experiment/tags?{query}"
+        return ask_json(url, {"Authorization": self.find_key() or ""}).get("tags") or ()
 
 
 def _make_key(text: str) -> str:
@@ -259,11 +257,8 @@ def _make_key(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _api_key() -> str | None:
-    """The key in the environment, or in the file that `comet login` writes."""
-    key = credentials.variable("COMET_API_KEY")
-    if key is not None:
-        return key
+def _key_of_login() -> str | None:
+    """The key in the file that `comet login` writes."""
     named = credentials.variable("COMET_CONFIG")
     for path in [Path(named)] if named else [Path(".comet.config"), Path.home() / ".comet.config"]:
         parser = configparser.ConfigParser(interpolation=None)

@@ -1,6 +1,6 @@
 """Keys and switches that services read from the environment.
 
-Owns: which variables and files count. Does not own: what a tracker does without a key.
+Owns: which variables and files count. Does not own: what is done without a key (tracker.py).
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import netrc
 import os
 from pathlib import Path
 from urllib.parse import urlsplit
-
-from headway.errors import ConfigError
 
 _TRUE = ("1", "true", "yes", "on")
 
@@ -51,11 +49,3 @@ def netrc_password(url: str) -> str | None:
         if entry is not None:
             return entry[2]
     return None
-
-
-def missing_key(kind: str, names: str, offline: str) -> ConfigError:
-    """The error for a service that is to be used online and has no key."""
-    return ConfigError(
-        f"{kind}: no API key was found; set the environment variable {names}, or keep the run "
-        f"on this machine with {offline}"
-    )

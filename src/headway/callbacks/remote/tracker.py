@@ -7,9 +7,11 @@ Does not own: any service's API (one module each), the queue (sender.py), cancel
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import threading
 import traceback
+import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from headway.callbacks.log.json_values import plain_value
+from headway.callbacks.remote import credentials
 from headway.callbacks.remote.cancel import CANCEL_TAGS, CancelWatch
 from headway.callbacks.remote.sender import Sender
 from headway.callbacks.watch.ranges import require_count, require_flag, require_positive
@@ -28,6 +31,7 @@ from headway.errors import ConfigError, missing_extra
 logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 60.0
+_API_TIMEOUT_S = 5.0
 OUTCOMES = ("stopped", "cancelled", "interrupted", "aborted", "failed")
 """What an ending may be called, but for one that needs no mark."""
 _PREFIXES = {"eval_": "eval/", "test_": "test/"}
@@ -80,6 +84,9 @@ class Tracker(TrainerCallback, ABC):
     service: ClassVar[str]
     package: ClassVar[str]
     extra: ClassVar[str]
+    key_variable: ClassVar[str] = ""
+    """The environment variable that holds the key of the service, if it needs one."""
+    way_without_key: ClassVar[str] = ""
     name: str | None = None  # type: ignore[assignment]
     """The run's name at the service. The callback goes by its class."""
 
@@ -126,6 +133,19 @@ class Tracker(TrainerCallback, ABC):
 
     def check_access(self) -> None:
         """Raise a ConfigError when the service cannot be used as configured. On the main thread."""
+        if self.needs_key() and self.find_key() is None:
+            raise ConfigError(
+                f"{type(self).__name__}: no API key was found; set the environment variable "
+                f"{self.key_variable}, or keep the run on this machine with {self.way_without_key}"
+            )
+
+    def needs_key(self) -> bool:
+        """Whether the service, used as configured, asks for a key."""
+        return False
+
+    def find_key(self) -> str | None:
+        """The key of the service, where its own package would look for it."""
+        return credentials.variable(self.key_variable)
 
     @abstractmethod
     def open_run(self, facts: RunFacts) -> None:
@@ -221,6 +241,10 @@ class Tracker(TrainerCallback, ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._resumed_state = dict(state)
 
+    def _saved_of(self, facts: RunFacts) -> dict[str, Any]:
+        """What the checkpoint that a run goes on from says of it; nothing for a fresh run."""
+        return self._resumed_state if facts.resumed_step else {}
+
     def _remembered(self, own: dict[str, Any], *, is_known: bool) -> dict[str, Any]:
         """What a checkpoint holds: `own` if known, else what the last checkpoint held of it.
 
@@ -286,6 +310,14 @@ class Tracker(TrainerCallback, ABC):
             call()
 
         self._sender.submit(run, must_arrive=must_arrive)
+
+
+def ask_json(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
+    """What a service answers; for a look at its API that must not take long."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, dict(headers))
+    with urllib.request.urlopen(request, timeout=_API_TIMEOUT_S) as answer:
+        return json.load(answer)
 
 
 def rename(record: Mapping[str, Any]) -> dict[str, Any]:

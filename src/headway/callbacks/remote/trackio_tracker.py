@@ -28,6 +28,8 @@ class TrackioCallback(Tracker):
     service = "Trackio"
     package = "trackio"
     extra = "trackio"
+    key_variable = "HF_TOKEN"
+    way_without_key = "space_id=None and no TRACKIO_SPACE_ID"
 
     def __init__(
         self,
@@ -62,12 +64,11 @@ class TrackioCallback(Tracker):
         """The Trackio run; None before it is open."""
         return self._run
 
-    def check_access(self) -> None:
-        space = self.space_id or credentials.variable("TRACKIO_SPACE_ID")
-        if space is not None and _hub_token() is None:
-            raise credentials.missing_key(
-                "TrackioCallback", "HF_TOKEN", "space_id=None and no TRACKIO_SPACE_ID"
-            )
+    def needs_key(self) -> bool:
+        return (self.space_id or credentials.variable("TRACKIO_SPACE_ID")) is not None
+
+    def find_key(self) -> str | None:
+        return _hub_token()
 
     def state_dict(self) -> dict[str, Any]:
         own = {"run_name": self._run_name, "project": self.project}
@@ -79,7 +80,7 @@ class TrackioCallback(Tracker):
         import trackio
 
         _quieten_package()
-        saved = self._resumed_state if facts.resumed_step else {}
+        saved = self._saved_of(facts)
         # Trackio finds a run again by its name alone.
         self._run_name = saved.get("run_name") or f"{facts.name}-{facts.run_id[:6]}"
         self._run = trackio.init(

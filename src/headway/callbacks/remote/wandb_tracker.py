@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import json
 import logging
-import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ from headway.callbacks.remote.tracker import (
     Ending,
     RunFacts,
     Tracker,
+    ask_json,
     text_or_none,
     texts,
 )
@@ -26,7 +25,6 @@ logger = logging.getLogger(__name__)
 MODES = ("online", "offline", "disabled")
 STEP = "train/global_step"
 RESUMED = "headway/resumed_from_step"
-_API_TIMEOUT_S = 5.0
 _TAGS_QUERY = """
 query RunTags($entity: String, $project: String!, $run: String!) {
   project(name: $project, entityName: $entity) { run(name: $run) { tags } }
@@ -46,6 +44,8 @@ class WandBCallback(Tracker):
     service = "Weights & Biases"
     package = "wandb"
     extra = "wandb"
+    key_variable = "WANDB_API_KEY"
+    way_without_key = "mode='offline' (or WANDB_MODE=offline)"
 
     def __init__(
         self,
@@ -115,10 +115,13 @@ class WandBCallback(Tracker):
         mode = self.resolved_mode
         if mode not in MODES:
             raise ConfigError("WandBCallback: WANDB_MODE: " + unknown("mode", mode, MODES))
-        if mode == "online" and self._api_key() is None:
-            raise credentials.missing_key(
-                "WandBCallback", "WANDB_API_KEY", "mode='offline' (or WANDB_MODE=offline)"
-            )
+        super().check_access()
+
+    def needs_key(self) -> bool:
+        return self.resolved_mode == "online"
+
+    def find_key(self) -> str | None:
+        return super().find_key() or credentials.netrc_password(_base_url())
 
     def state_dict(self) -> dict[str, Any]:
         own = {"run_id": self._id, "offset": self._offset}
@@ -132,7 +135,7 @@ class WandBCallback(Tracker):
         credentials.drop_blank("WANDB_MODE")  # which W&B would refuse
         import wandb
 
-        saved = self._resumed_state if facts.resumed_step else {}
+        saved = self._saved_of(facts)
         self._id = saved.get("run_id") or facts.run_id
         self._offset = int(saved.get("offset") or 0)
         self._was_resumed = bool(facts.resumed_step)
@@ -218,19 +221,14 @@ class WandBCallback(Tracker):
         run = self._run
         if run is None or self.resolved_mode != "online":
             return ()
-        login = base64.b64encode(f"api:{self._api_key()}".encode()).decode()
+        login = base64.b64encode(f"api:{self.find_key()}".encode()).decode()
         variables = {"entity": run.entity, "project": run.project, "run": run.id}
-        request = urllib.request.Request(
+        found = ask_json(
             f"{_base_url()}/graphql",
-            json.dumps({"query": _TAGS_QUERY, "variables": variables}).encode(),
             {"Content-Type": "application/json", "Authorization": f"Basic {login}"},
+            {"query": _TAGS_QUERY, "variables": variables},
         )
-        with urllib.request.urlopen(request, timeout=_API_TIMEOUT_S) as answer:
-            found = json.load(answer)
         return found["data"]["project"]["run"]["tags"] or ()
-
-    def _api_key(self) -> str | None:
-        return credentials.variable("WANDB_API_KEY") or credentials.netrc_password(_base_url())
 
 
 def _base_url() -> str:
