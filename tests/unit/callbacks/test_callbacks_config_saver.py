@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from headway.callbacks import ConfigSaverCallback
+from headway.callbacks.log import config_saver
 from headway.checkpoint import read_manifest
 from headway.config.snapshot import redact
 from headway.engine.events import TrainerCallback
@@ -49,6 +51,29 @@ def test_a_checkpoint_holds_the_configuration_under_its_manifest(tmp_path: Path)
     assert json.loads((checkpoint / "config.json").read_text())["vocab_size"] == 258
     assert json.loads((checkpoint / "run/config.json").read_text())["args"]["max_steps"] == 1
     assert tracker.config["model"]["size"] == 3 and tracker.config["api_key"] == hidden
+
+
+def test_looking_at_the_packages_holds_nothing_up_and_is_done_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped, looked = threading.Event(), []
+
+    def look() -> dict[str, Any]:
+        assert stepped.wait(30)  # a step is done meanwhile
+        looked.append(threading.current_thread())
+        return {"packages": {"a": "1"}}
+
+    class Step(TrainerCallback):
+        def on_step_end(self) -> None:
+            stepped.set()
+
+    monkeypatch.setattr(config_saver, "_describe_environment", look)
+    options = {**SAVING, "max_steps": 2}
+    tiny_trainer(tmp_path, [ConfigSaverCallback(), Step()], **options).train()
+    assert len(looked) == 1 and looked[0] is not threading.main_thread()
+    for step in (1, 2):
+        file = tmp_path / f"out/checkpoint-{step}/run/experiment/environment.json"
+        assert json.loads(file.read_text()) == {"packages": {"a": "1"}}
 
 
 def test_without_a_configuration_it_is_the_run_s_own(tmp_path: Path) -> None:

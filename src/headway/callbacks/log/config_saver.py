@@ -6,7 +6,9 @@ import importlib.metadata
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,7 @@ class ConfigSaverCallback(TrainerCallback):
             )
         self._config: dict[str, Any] | None = None
         self._trainer: Any = None
-        self._environment: dict[str, Any] | None = None
+        self._environment: Future[dict[str, Any]] | None = None
         self._told = False
 
     @property
@@ -89,6 +91,11 @@ class ConfigSaverCallback(TrainerCallback):
                 )
         self._hand_on()
 
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+        # Looking at every installed package takes a second or more; the first save is later.
+        if state.is_world_process_zero and self._environment is None:
+            self._environment = _begin(_describe_environment)
+
     def checkpoint_files(self, args: Any, state: TrainerState) -> dict[str, str]:
         """What goes into the checkpoint that is being written."""
         config = self._config
@@ -96,10 +103,10 @@ class ConfigSaverCallback(TrainerCallback):
             run = getattr(self._trainer, "_run_config", None)
             config = resolved_config(run) if run is not None else {"args": args.to_dict()}
         if self._environment is None:
-            self._environment = _describe_environment()
+            self._environment = _begin(_describe_environment)
         files = {
             self.fname: _json_text(redact(plain_value(config))),
-            _ENVIRONMENT: _json_text(self._environment),
+            _ENVIRONMENT: _json_text(self._environment.result()),
         }
         paths = self._find_paths() if self.save_data_paths is not False else []
         if paths:
@@ -137,6 +144,20 @@ def _data_paths(dataset: Any) -> Iterator[str]:
         for part in inner if isinstance(inner, list | tuple) else [inner]:
             if part is not dataset:
                 yield from _data_paths(part)
+
+
+def _begin(call: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
+    """Call it in a thread that does not keep the process from exiting."""
+    result: Future[dict[str, Any]] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=work, name="headway-environment", daemon=True).start()
+    return result
 
 
 def _describe_environment() -> dict[str, Any]:
