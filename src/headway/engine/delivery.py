@@ -108,7 +108,7 @@ class MetricDelivery:
             (n for n, one in callbacks if getattr(one, "decides_nonfinite", False)), None
         )
         if decider is not None:
-            logger.warning("%s (%s decides what follows)", message, decider)
+            logger.info("%s (%s decides what follows)", message, decider)
             return
         if action == "raise":
             raise NonFiniteError(message)

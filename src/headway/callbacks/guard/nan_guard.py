@@ -184,7 +184,7 @@ class NaNGuardCallback(TrainerCallback):
             # Whatever the last update did came after the last good loss.
             good_step = max(0, good_step - 1)
         elif action == "skip":
-            why += f", the {self._consecutive}th bad step in a row (max_consecutive)"
+            why += f", {self._consecutive} bad steps in a row (max_consecutive)"
             action = "stop"
         self._done = action != "rollback"
         self.recovery.act(why, control, state, good_step=good_step, bad_step=step, action=action)
