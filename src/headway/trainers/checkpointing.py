@@ -19,7 +19,7 @@ from headway.checkpoint import (
     read_manifest,
 )
 from headway.checkpoint.contents import TRAINER_STATE_NAME
-from headway.checkpoint.manifest import MANIFEST_NAME
+from headway.checkpoint.manifest import MANIFEST_NAME, is_committed
 from headway.errors import ConfigError
 from headway.models.hf import generation_config_of, hf_config_of, save_pretrained
 from headway.trainers.resume import kept_components
@@ -88,6 +88,9 @@ class Checkpointing:
         In a run, or after one, the full state is restored; before, the weights.
         """
         path = self.resolve_checkpoint_path(checkpoint_path)
+        if path is None and self._saver is None and checkpoint_path is not None:
+            # Weights alone are wanted, and checkpoints that no run resumes from have them too.
+            path = checkpoint_path if is_committed(checkpoint_path) else None
         if path is None:
             where = checkpoint_path or self.args.output_dir
             raise CheckpointError(f"{where} is, or holds, no checkpoint that can be loaded")
