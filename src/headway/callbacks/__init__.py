@@ -36,12 +36,16 @@ if TYPE_CHECKING:
     from headway.callbacks.remote.wandb_tracker import WandBCallback
     from headway.callbacks.remote.webhook import WebhookCallback
     from headway.callbacks.save.ema import EMACallback
+    from headway.callbacks.save.checkpointer import CheckpointerCallback
     from headway.callbacks.save.merge_windows import (
+    from headway.callbacks.save.hf_converter import HFConverterCallback
+    from headway.callbacks.save.list_checkpointer import ListCheckpointerCallback
         compute_merge_steps_from_decay_schedule,
         compute_merge_window_starts,
     )
     from headway.callbacks.save.model_merge import ModelMergeCallback
     from headway.callbacks.schedule.batch_size import BatchSizeSchedulerCallback
+    from headway.callbacks.save.removal import CheckpointRemovalStrategy
     from headway.callbacks.schedule.freeze import FreezeCallback
     from headway.callbacks.schedule.qat_switch import QATSwitchCallback
     from headway.callbacks.schedule.sequence_length import SequenceLengthSchedulerCallback
@@ -60,6 +64,8 @@ __all__ = [
     "BatchSizeSchedulerCallback",
     "BeakerCallback",
     "CometCallback",
+    "CheckpointRemovalStrategy",
+    "CheckpointerCallback",
     "CometNotificationSetting",
     "ConfigSaverCallback",
     "ConsoleLoggerCallback",
@@ -76,10 +82,13 @@ __all__ = [
     "GPUMemoryMonitorCallback",
     "GradNormLogger",
     "InfoCallback",
+    "HFConverterCallback",
     "JsonLogger",
     "LMEvaluator",
     "LMEvaluatorCallbackConfig",
     "MLflowCallback",
+    "LMHarnessCallback",
+    "ListCheckpointerCallback",
     "MallocTraceCallback",
     "MemorySnapshotCallback",
     "MetricSaverCallback",
@@ -152,12 +161,16 @@ __getattr__, __dir__ = lazy_exports(
         "remote.webhook": ("WebhookCallback",),
         "save.ema": ("EMACallback",),
         "save.merge_windows": (
+        "save.checkpointer": ("CheckpointerCallback",),
             "compute_merge_steps_from_decay_schedule",
+        "save.hf_converter": ("HFConverterCallback",),
+        "save.list_checkpointer": ("ListCheckpointerCallback",),
             "compute_merge_window_starts",
         ),
         "save.model_merge": ("ModelMergeCallback",),
         "schedule.batch_size": ("BatchSizeSchedulerCallback",),
         "schedule.freeze": ("FreezeCallback",),
+        "save.removal": ("CheckpointRemovalStrategy",),
         "schedule.qat_switch": ("QATSwitchCallback",),
         "schedule.sequence_length": ("SequenceLengthSchedulerCallback",),
         "watch.default_metrics": ("DefaultMetrics",),
