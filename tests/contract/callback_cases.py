@@ -133,6 +133,25 @@ CASES: dict[str, Case] = {
     ),
     "NaNGuardCallback": Case({"parameter_interval": 1}, records=("guard/parameters not finite",)),
     "StepSkipRange": Case({"start": 100, "stop": 101}),
+    # schedule
+    "BatchSizeSchedulerCallback": Case(
+        {"batch_sizes": [4, 8], "schedule": [0, "2 steps"]},
+        sparse={"batch_sizes": [2, 4], "schedule": [0, 1000]},
+        records=("train/global batch size",),
+        changes_run=True,
+    ),
+    "FreezeCallback": Case(
+        {"patterns": ["mlp"], "since": 1, "until": "3 steps"},
+        sparse={"since": 1000, "until": None},
+        changes_run=True,
+    ),
+    "QATSwitchCallback": Case({"start": 2, "enabled": False}),
+    "SequenceLengthSchedulerCallback": Case(
+        {"min_sequence_length": 2, "warmup_steps": 3},
+        sparse={"warmup_steps": 1},
+        records=("train/sequence length",),
+        changes_run=True,
+    ),
     # remote
     "WandBCallback": Case(
         {**_TRACKER, "mode": "offline"}, package="wandb", writes=("wandb/offline-run-*/*.wandb",)
