@@ -72,6 +72,7 @@ WRONG: list[tuple[str, dict[str, Any], Any]] = [
     (*NOT_A_MAPPING, ("loss", 3)),
     *each("GradNormLogger", "log_steps", WHOLE),
     *each("GradNormLogger", "include", (3, [], [1])),
+    ("GradNormLogger", {"format": "aray"}, ("format", "aray", "array")),
     *each("ParameterNormLogger", "log_steps", WHOLE),
     *each("ParameterNormLogger", "power_iter_steps", WHOLE),
     *each("ParameterNormLogger", "log_norms", FLAGS),
@@ -102,7 +103,7 @@ WRONG: list[tuple[str, dict[str, Any], Any]] = [
     *each("PeakMemory", "do_log", FLAGS),
     *each("PeakMemory", "enable_memory_snapshot", FLAGS),
     *each("PeakMemory", "file_prefix", ("", "a/b", 3)),
-    ("PeakMemory", {"summary_writer": 3}, ("summary_writer", "int")),
+    ("PeakMemory", {"summary_writer": 3}, ("summary_writer", "3 given")),
     *each("TextgenCallback", "prompts", (3, [3])),
     ("TextgenCallback", {"prompts": []}, ("prompts", "empty")),
     *each("TextgenCallback", "generation_config", ("warm",), **PROMPTS),
@@ -223,6 +224,44 @@ WRONG += [
     ],
     *each("StepSkipRange", "start", WHOLE, stop=9),
     *each("StepSkipRange", "stop", (*WHOLE, 3, 5), start=5),
+]
+WRONG += [
+    *each("BatchSizeSchedulerCallback", "batch_sizes", (8, [0], [2, 2], [2.5], [True])),
+    *each("BatchSizeSchedulerCallback", "schedule", (3, [5], ["soon"], ["10s"]), batch_sizes=[2]),
+    ("BatchSizeSchedulerCallback", {"batch_sizes": [2, 4], "schedule": [0]}, ("schedule", 2)),
+    (
+        "BatchSizeSchedulerCallback",
+        {"batch_sizes": [2, 4, 2], "schedule": [0, 9, 5]},
+        ("schedule", "5 steps"),
+    ),
+    (
+        "BatchSizeSchedulerCallback",
+        {"batch_sizes": [2, 4, 2], "schedule": [0, "9 steps", "1 epochs"]},
+        ("schedule", "epochs and steps"),
+    ),
+    ("BatchSizeSchedulerCallback", {"lr_scaling": "sqr"}, ("lr_scaling", "sqr", "sqrt")),
+    *each("BatchSizeSchedulerCallback", "enabled", FLAGS),
+    *each("FreezeCallback", "patterns", ("(", [], [3], "", 3)),
+    *each("FreezeCallback", "since", ("soon", "10s", True), patterns="a"),
+    *each("FreezeCallback", "until", (0, 4, "5 minutes"), patterns="a", since=4),
+    *each("QATSwitchCallback", "start", (0, "10s", "soon", 1.5)),
+    *each("QATSwitchCallback", "enabled", FLAGS, start=1),
+    *each("SequenceLengthSchedulerCallback", "min_sequence_length", (*WHOLE, 1)),
+    *each("SequenceLengthSchedulerCallback", "warmup_steps", WHOLE),
+    *each("SequenceLengthSchedulerCallback", "truncate", FLAGS),
+    *each("SequenceLengthSchedulerCallback", "keep_multiple_of", WHOLE),
+    *each("SequenceLengthSchedulerCallback", "enabled", FLAGS),
+    *each("SequenceLengthSchedulerCallback", "max_sequence_length", (0, 64, 1.5, True)),
+    (
+        "SequenceLengthSchedulerCallback",
+        {"min_sequence_length": 96, "max_sequence_length": 512},
+        ("min_sequence_length", 96, 512, 256),
+    ),
+    (
+        "SequenceLengthSchedulerCallback",
+        {"min_sequence_length": 100, "truncate": True},
+        ("min_sequence_length", 100, "keep_multiple_of"),
+    ),
 ]
 WITHOUT_OPTIONS = {"WeightNormLogger"}
 
