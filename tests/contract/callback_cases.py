@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import headway.callbacks as library
-from headway import TrainerCallback
+from headway import CallbackConfig, TrainerCallback
+from headway.callbacks import Evaluator
 
 URL = "{url}"
 """Stands for the local HTTP server in the arguments of a case."""
@@ -34,6 +35,32 @@ class BeakerStandIn:
 
     def update(self, workload: str, *, description: str) -> None:
         self.said.append(description)
+
+
+class Measures(Evaluator):
+    """The loss on two batches."""
+
+    def __init__(self) -> None:
+        super().__init__("kite", batches_factory=self._make)
+        self.losses: list[Any] = []
+
+    @staticmethod
+    def _make() -> list[dict[str, Any]]:
+        import torch
+
+        ids = torch.arange(16).reshape(2, 8)
+        return [{"input_ids": ids, "labels": ids}, {"input_ids": ids + 1, "labels": ids + 1}]
+
+    def reset_metrics(self) -> None:
+        self.losses.clear()
+
+    def update_metrics(self, batch: Any, scores: Any) -> None:
+        self.losses.append(scores.loss_sum)
+
+    def compute_metrics(self, join: Any) -> dict[str, float]:
+        import torch
+
+        return {"loss": float(join(torch.stack([*self.losses, torch.zeros(())]).sum()))}
 
 
 @dataclass(frozen=True)
@@ -152,6 +179,28 @@ CASES: dict[str, Case] = {
         records=("train/sequence length",),
         changes_run=True,
     ),
+    # save: averages
+    "EMACallback": Case(
+        {"decay": 0.9, "export": True}, writes=("checkpoint-4-ema/checkpoint_manifest.json",)
+    ),
+    "ModelMergeCallback": Case(
+        {"merge_step": [4], "merge_last_n_steps": 3},
+        writes=("checkpoint-4-merged/checkpoint_manifest.json",),
+        sparse={"merge_step": 1000, "merge_last_n_steps": 1000},
+        records=("eval/merged_loss",),
+    ),
+    # evaluate
+    "EvaluatorCallback": Case(
+        {
+            "evaluators": [{"class_path": "callback_cases.Measures"}],
+            "eval_interval": 1,
+            "eval_on_startup": True,
+            "with_evaluation": True,
+        },
+        sparse={"eval_interval": 1000, "eval_on_startup": False, "with_evaluation": None},
+        records=("eval/kite/loss", "throughput/in-loop eval batches"),
+    ),
+    "LMHarnessCallback": Case({"tasks": ["arc_easy"], "eval_on_finish": False}, package="lm_eval"),
     # remote
     "WandBCallback": Case(
         {**_TRACKER, "mode": "offline"}, package="wandb", writes=("wandb/offline-run-*/*.wandb",)
@@ -185,14 +234,25 @@ def callback_classes() -> dict[str, type]:
     }
 
 
+def config_classes() -> dict[str, type]:
+    """The configurations that the library exports, from which a trainer builds a callback."""
+    exported = {name: getattr(library, name) for name in library.__all__}
+    return {
+        name: value
+        for name, value in exported.items()
+        if isinstance(value, type) and issubclass(value, CallbackConfig)
+    }
+
+
 def other_exports() -> dict[str, Any]:
-    """Exports that are neither callbacks nor the settings of one."""
+    """Exports that are neither callbacks, nor configurations, nor the settings of one."""
     return {
         name: getattr(library, name)
         for name in library.__all__
-        if name not in callback_classes()
+        if name not in {*callback_classes(), *config_classes()}
         and not (
-            isinstance(getattr(library, name), type) and issubclass(getattr(library, name), Enum)
+            isinstance(getattr(library, name), type)
+            and issubclass(getattr(library, name), (Enum, Evaluator))
         )
     }
 

@@ -14,6 +14,7 @@ from headway.data.loader import WindowLoader
 from headway.dist.failure import guard_run
 from headway.engine.evaluate import EvalResult, evaluation_mode, run_evaluation
 from headway.errors import ConfigError
+from headway.optim.preserved import put_back_randomness, take_randomness
 from headway.strategies.torch_settings import torch_settings
 from headway.trainers.outputs import PredictionOutput, gather_batches, join_batches
 
@@ -72,7 +73,11 @@ class Evaluation:
         The results are logged under `prefix`; they decide nothing, so `on_evaluate` does not fire.
         """
         assert self._eval_loader is not None, "the run evaluates"
-        result = self._run_pass(self._eval_loader, "", prefix, False)
+        randomness = take_randomness()
+        try:
+            result = self._run_pass(self._eval_loader, "", prefix, False)
+        finally:
+            put_back_randomness(randomness)
         assert result is not None, "nobody asks it to end"
         self.log(dict(result.metrics))
         return result.metrics
