@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
-from headway import TrainerCallback
 from headway.args import TrainingArguments
-from headway.testing import tiny_decoder
+from headway.checkpoint.sharding import local_tensor
+from headway.data.order import SampleOrder
+from headway.engine.events import TrainerCallback
+from headway.models import Decoder
+from headway.testing.tiny import tiny_decoder
 from headway.trainers.trainer import Trainer
 
+NUM_SAMPLES, LENGTH, BATCH_SIZE = 512, 16, 4
 _NUM_SYMBOLS = 16
 
 
@@ -26,15 +31,28 @@ def noisy_dataset(num_samples: int, seed: int) -> list[dict[str, list[int]]]:
     samples = []
     for _ in range(num_samples):
         tokens = [dice.randrange(_NUM_SYMBOLS)]
-        while len(tokens) < 16:
+        while len(tokens) < LENGTH:
             follows = (tokens[-1] * 5 + 3) % _NUM_SYMBOLS
             tokens.append(dice.randrange(_NUM_SYMBOLS) if dice.random() < 1 / 3 else follows)
         samples.append({"input_ids": tokens, "labels": list(tokens)})
     return samples
 
 
+def small_decoder() -> Decoder:
+    """A model that comes near the floor of the noisy data within 60 steps."""
+    return tiny_decoder(
+        vocab_size=_NUM_SYMBOLS, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2
+    )
+
+
+def sample_at(step: int, seed: int = 0) -> int:
+    """A sample that a run of `poisoned_trainer` reads in a step of its first epoch."""
+    order = SampleOrder(NUM_SAMPLES, seed, True)
+    return int(order.indices(0, (step - 1) * BATCH_SIZE, 1)[0])
+
+
 class Poison(TrainerCallback):
-    """The gradient of a window with this sample is noise, and ten thousand times too large."""
+    """The gradient of a window with this sample is noise, `value` times too large, on all ranks."""
 
     priority = 100
 
@@ -43,10 +61,15 @@ class Poison(TrainerCallback):
         self.steps: list[int] = []
         """Steps that were taken."""
         self.hits: list[int] = []
+        """Those of them with the poison."""
         self._hit = False
 
     def on_window(self, window: Any) -> None:
-        self._hit = self.sample is not None and self.sample in window.sample_ids.tolist()
+        ids = () if window.sample_ids is None else window.sample_ids.tolist()
+        hit = torch.tensor(int(self.sample in ids))
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(hit)
+        self._hit = bool(hit)
 
     def on_gradients(self, model: Any, state: Any) -> None:
         self.steps.append(state.global_step + 1)
@@ -55,25 +78,21 @@ class Poison(TrainerCallback):
         self.hits.append(state.global_step + 1)
         noise = torch.Generator().manual_seed(1)
         for parameter in model.parameters():
-            draw = torch.randn(parameter.shape, generator=noise)
-            parameter.grad.copy_(draw * self.value)
+            gradient = local_tensor(parameter.grad)
+            gradient.copy_(torch.randn(gradient.shape, generator=noise) * self.value)
 
 
-def sample_at(step: int, batch_size: int = 4, num_samples: int = 512, seed: int = 0) -> int:
-    """A sample that a run reads in a step of its first epoch."""
-    from headway.data.order import SampleOrder
-
-    return int(SampleOrder(num_samples, seed, True).indices(0, (step - 1) * batch_size, 1)[0])
-
-
-def make_trainer(
+def poisoned_trainer(
     folder: Path | str,
     callbacks: list[Any],
-    *,
     trainer_class: type[Trainer] = Trainer,
-    arguments_class: type[TrainingArguments] = TrainingArguments,
+    num_shares: int = 1,
     **changes: Any,
 ) -> Trainer:
+    """A run of 64 steps that saves every 10, with the same windows on any number of ranks.
+
+    `num_shares`: among how many ranks each window is dealt out.
+    """
     settings: dict[str, Any] = {
         "output_dir": str(Path(folder) / "out"),
         "use_cpu": True,
@@ -81,20 +100,19 @@ def make_trainer(
         "optim": "sgd",
         "learning_rate": 1.0,
         "lr_scheduler_type": "cosine",
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 64,
+        "per_device_train_batch_size": BATCH_SIZE // num_shares,
+        "per_device_eval_batch_size": 64 // num_shares,
         "max_steps": 64,
         "logging_steps": 1,
         "save_strategy": "steps",
         "save_steps": 10,
         **changes,
     }
+    arguments_class: type[TrainingArguments] = trainer_class.arguments_class
     return trainer_class(
         args=arguments_class(**settings),
-        model_init=lambda: tiny_decoder(
-            vocab_size=_NUM_SYMBOLS, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=2
-        ),
-        train_dataset=noisy_dataset(512, seed=0),
+        model_init=small_decoder,
+        train_dataset=noisy_dataset(NUM_SAMPLES, seed=0),
         eval_dataset=noisy_dataset(64, seed=1),
         callbacks=callbacks,
         default_callbacks=False,
@@ -102,4 +120,5 @@ def make_trainer(
 
 
 def final_loss(trainer: Trainer) -> float:
+    """What a run ended at, on data it has not seen."""
     return float(trainer.evaluate()["eval_loss"])

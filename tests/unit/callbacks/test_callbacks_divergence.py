@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from poisoned_run import Poison, final_loss, make_trainer, sample_at
 
 from headway import ConfigError, TrainerCallback
 from headway.callbacks import DivergenceDetector
 from headway.checkpoint import committed
 from headway.testing import tiny_trainer
+from headway.testing.poisoned import Poison, final_loss, poisoned_trainer, sample_at
 
 BAD = 25
 """The step of the poisoned batch."""
@@ -177,14 +177,14 @@ def test_its_state_is_that_of_the_run(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: Any) -> float:
     """What a run without poison ends at."""
-    trainer = make_trainer(tmp_path_factory.mktemp("clean"), [Poison(None)])
+    trainer = poisoned_trainer(tmp_path_factory.mktemp("clean"), [Poison(None)])
     trainer.train()
     return final_loss(trainer)
 
 
 def test_the_poison_ruins_a_run_without_a_guard(tmp_path: Path, clean: float) -> None:
     poison = Poison(sample_at(BAD))
-    trainer = make_trainer(tmp_path, [poison])
+    trainer = poisoned_trainer(tmp_path, [poison])
     trainer.train()
     assert poison.hits == [BAD] and final_loss(trainer) > 1.5 * clean
 
@@ -193,7 +193,7 @@ def test_a_run_with_a_poisoned_batch_ends_where_one_without_ends(
     tmp_path: Path, clean: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     poison, detector = Poison(sample_at(BAD)), DivergenceDetector(action="rollback")
-    trainer = make_trainer(tmp_path, [poison, detector])
+    trainer = poisoned_trainer(tmp_path, [poison, detector])
     trainer.train()
     assert poison.hits == [BAD], "the batch is not read a second time"
     assert detector.recovery.num_rollbacks == 1
@@ -209,7 +209,7 @@ def test_a_run_with_a_poisoned_batch_ends_where_one_without_ends(
 def test_records_of_many_steps_find_the_offending_ones_all_the_same(tmp_path: Path) -> None:
     poison = Poison(sample_at(BAD))
     detector = DivergenceDetector(action="rollback", warmup=1, patience=1, smoothing=0.9)
-    trainer = make_trainer(tmp_path, [poison, detector], logging_steps=10, max_steps=45)
+    trainer = poisoned_trainer(tmp_path, [poison, detector], logging_steps=10, max_steps=45)
     trainer.train()
     assert poison.hits == [BAD] and detector.recovery.skip_steps == [(BAD, 41)]
     assert trainer.state.num_input_tokens_skipped == 16 * 4 * 16
@@ -219,12 +219,12 @@ def test_a_resume_in_the_middle_still_leaves_the_offending_steps_out(
     tmp_path: Path, clean: float
 ) -> None:
     first = Poison(sample_at(BAD))
-    make_trainer(
+    poisoned_trainer(
         tmp_path, [first, DivergenceDetector(action="rollback"), StopAfterReturn(23)]
     ).train()
     assert first.steps[-3:] == [21, 22, 23]
     second, detector = Poison(sample_at(BAD)), DivergenceDetector(action="rollback")
-    trainer = make_trainer(tmp_path, [second, detector])
+    trainer = poisoned_trainer(tmp_path, [second, detector])
     trainer.train()
     assert second.hits == [] and second.steps[0] == 24
     assert detector.recovery.num_rollbacks == 1
@@ -260,7 +260,7 @@ def test_a_kill_right_after_a_rollback_resumes_from_there(tmp_path: Path) -> Non
                 raise RuntimeError("killed")
 
     detector = DivergenceDetector(action="rollback", patience=8, learning_rate_factor=0.5)
-    trainer = make_trainer(
+    trainer = poisoned_trainer(
         tmp_path, [Poison(sample_at(BAD)), detector, Kill()], save_total_limit=None,
         save_on_error=False,
     )  # fmt: skip
@@ -275,7 +275,7 @@ def test_a_kill_right_after_a_rollback_resumes_from_there(tmp_path: Path) -> Non
             starts.append((state.global_step, state.rate_factor, again.recovery.num_rollbacks))
             starts.append(optimizer.param_groups[0]["initial_lr"])
 
-    make_trainer(tmp_path, [poison, again, Start()], stop_at=33).train()
+    poisoned_trainer(tmp_path, [poison, again, Start()], stop_at=33).train()
     assert starts == [(20, 0.5, 1), 0.5]
     assert poison.hits == []
 

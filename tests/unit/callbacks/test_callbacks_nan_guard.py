@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from poisoned_run import Poison, final_loss, make_trainer, sample_at
 
 from headway import TrainerCallback
 from headway.callbacks import NaNGuardCallback
 from headway.callbacks.guard.nan_guard import find_broken
 from headway.checkpoint import committed
 from headway.testing import tiny_decoder, tiny_trainer
+from headway.testing.poisoned import Poison, final_loss, poisoned_trainer, sample_at
 
 
 class BadLoss(TrainerCallback):
@@ -110,10 +110,10 @@ def test_a_rollback_passes_over_a_checkpoint_with_broken_weights(tmp_path: Path)
 
 
 def test_a_rollback_leaves_out_the_bad_batch_alone(tmp_path: Path) -> None:
-    clean = make_trainer(tmp_path / "clean", [])
+    clean = poisoned_trainer(tmp_path / "clean", [])
     clean.train()
     poison, guard = Poison(sample_at(25), value=math.nan), NaNGuardCallback("rollback")
-    trainer = make_trainer(tmp_path / "bad", [poison, guard])
+    trainer = poisoned_trainer(tmp_path / "bad", [poison, guard])
     trainer.train()
     assert poison.hits == [25] and guard.recovery.skip_steps == [(25, 26)]
     assert abs(final_loss(trainer) / final_loss(clean) - 1) < 0.01
