@@ -98,7 +98,7 @@ def test_computation_of_frozen_gradients_is_saved(tmp_path: Path) -> None:
     assert calls == ["model.layers.0 False", "model.layers.1 True"]
 
 
-@pytest.mark.parametrize("step", [1, 3, 5])
+@pytest.mark.parametrize("step", [3, 4])
 def test_a_resume_has_the_same_bits(step: int, tmp_path: Path) -> None:
     def make(folder: Path, **args: Any) -> Any:
         return make_trainer(folder, [FreezeCallback(MLP, 0, 4)], **{"max_steps": STEPS, **args})

@@ -72,8 +72,7 @@ def test_losses_and_tokens_are_those_of_a_loop_by_hand(truncate: bool, tmp_path:
     assert truncate or curve.tokens[-1] == STEPS * 32
 
 
-@pytest.mark.parametrize("truncate", [False, True])
-@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize(("truncate", "step"), [(False, 1), (True, 4)])
 def test_a_resume_has_the_same_bits(truncate: bool, step: int, tmp_path: Path) -> None:
     make = maker(truncate)
     whole, curve = make(tmp_path / "whole")
@@ -268,3 +267,27 @@ def test_disabled_it_changes_nothing(tmp_path: Path) -> None:
     trainer, curve = make_trainer(tmp_path, [callback(True, enabled=False)], max_steps=2)
     trainer.train()
     assert curve.tokens == [32, 64] and curve.of("train/sequence length") == []
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_compiled_once_for_each_length(tmp_path: Path) -> None:
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(graphs))
+        return graph.forward
+
+    torch._dynamo.register_backend(backend, name="counting")
+    made = callback(True, warmup_steps=12)
+    trainer, curve = make_trainer(
+        tmp_path,
+        [made],
+        max_steps=14,
+        torch_compile=True,
+        torch_compile_backend="counting",
+        torch_compile_dynamic=False,
+    )
+    trainer.train()
+    lengths = curve.of("train/sequence length")
+    assert len(set(lengths)) == 5 and lengths == sorted(lengths)
+    assert len(graphs) == 5
