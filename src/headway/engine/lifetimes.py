@@ -19,7 +19,8 @@ LIFETIMES = ("ephemeral", "regular", "permanent")
 # Above the bits of the loop's own flags, in the same set.
 _BITS = {name: 1 << number for number, name in enumerate(LIFETIMES, start=40)}
 REGULAR_SAVE = _BITS["regular"]
-LASTING_SAVE = _BITS["regular"] | _BITS["permanent"]
+PERMANENT_SAVE = _BITS["permanent"]
+LASTING_SAVE = REGULAR_SAVE | PERMANENT_SAVE
 ANY_SAVE = sum(_BITS.values())
 
 

@@ -21,6 +21,7 @@ from headway.engine.last_metrics import dump_last_metrics
 from headway.engine.lifetimes import (
     ANY_SAVE,
     LASTING_SAVE,
+    PERMANENT_SAVE,
     REGULAR_SAVE,
     save_bits,
     strongest,
@@ -275,9 +276,16 @@ class TrainingLoop:
         control.rollback = False
         return flags
 
+    @property
+    def _keeps_end(self) -> bool:
+        """Whether a save made now is of the end of a complete run, and stays."""
+        return self.parts.checkpointed and self._done
+
     def _act(self, wanted: int) -> bool:
         """Evaluate, save, roll back or stop; returns whether the run was rolled back."""
         p, given_up = self.parts, _ABORT | _ROLLBACK
+        if wanted & ANY_SAVE and self._keeps_end:
+            wanted |= PERMANENT_SAVE
         due = wanted & _EVALUATE or (wanted & LASTING_SAVE and p.args.eval_on_save)
         if due and not wanted & given_up:
             wanted |= self._evaluate()
@@ -377,8 +385,6 @@ class TrainingLoop:
     def _save(self, lifetime: str = "regular") -> None:
         self.delivery.flush()
         p = self.parts
-        if p.checkpointed and self._done:
-            lifetime = "permanent"
         self._saved_step = p.state.global_step
         p.state.train_seconds = self._clock.of_run(time.monotonic())
         evaluated_here = self._evaluated_step == p.state.global_step
@@ -403,7 +409,7 @@ class TrainingLoop:
         idle = self.cut_short and not self._stepped
         saves = p.strategy.agree(self._saves or self.signals.take_save_request())
         if saves and self._saved_step != p.state.global_step and not idle:
-            self._save()
+            self._save("permanent" if self._keeps_end else "regular")
         p.state.train_seconds = self._clock.of_run(time.monotonic())
         if not self.cut_short:
             p.bus.fire("on_run_settled")
