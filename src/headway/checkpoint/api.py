@@ -341,5 +341,7 @@ def _load_training(
     with local_copy(settle(checkpoint_dir)) as directory:
         require_state(directory)
         contents = _contents(model, optimizer, scheduler, scaler, {})
-        loaded = CheckpointManager(directory.parent).load(contents, directory)
+        # Whoever catches the error of a damaged one goes on with the objects as they were.
+        manager = CheckpointManager(directory.parent)
+        loaded = manager.load(contents, directory, verify_first=True)
     return TrainState.from_saved(loaded.trainer_state)

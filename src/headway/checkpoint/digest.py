@@ -1,7 +1,9 @@
 """Digests of checkpoint files.
 
-Owns: the names of the algorithms and how files or a stretch of bytes are digested.
-Does not own: where digests are recorded (manifest.py) or how files are written (storage.py).
+Owns: the names of the algorithms, how files or a stretch of bytes are digested, and that what is
+read for a digest can at once go to where it is wanted.
+Does not own: where digests are recorded (manifest.py), how files are written (storage.py) or
+where their bytes are wanted (one_pass.py).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
@@ -23,6 +25,8 @@ from headway.errors import ConfigError, unknown
 DEFAULT_DIGEST = "xxh3_128"
 # Small enough that what was read is still in the core's cache when it is digested.
 PIECE_BYTES = 1 << 20
+# What a system call takes on Linux.
+_MOST_BUFFERS = 1024
 
 
 class Hasher(Protocol):
@@ -58,6 +62,30 @@ def digest_bytes(data: bytes, algorithm: str) -> str:
     return hasher.hexdigest()
 
 
+class Receiver(Protocol):
+    """Where the bytes of a file go besides into its digest; asked by several threads."""
+
+    piece_bytes: int
+    """What is read at once."""
+
+    def place(self, thread: int, begin: int, end: int) -> Sequence[Any]:
+        """Buffers that a thread fills, one after the other, with a stretch of the file."""
+
+    def deliver(self, thread: int, begin: int, end: int) -> None:
+        """The thread has filled the buffers of that stretch."""
+
+
+class Source(NamedTuple):
+    """A file to be digested."""
+
+    path: Path
+    size: int | None = None
+    """How much of it is read; None: all there is."""
+    head: bytes = b""
+    """Its beginning, if it was read before; it is digested and not read again."""
+    receiver: Receiver | None = None
+
+
 def digest_file(path: Path, algorithm: str) -> str:
     """The hexadecimal digest of a file's content, read in pieces."""
     (found,) = digest_files([path], algorithm, num_threads=1)
@@ -69,30 +97,37 @@ def digest_file(path: Path, algorithm: str) -> str:
 def digest_files(
     paths: Sequence[Path], algorithm: str, *, num_threads: int | None = None
 ) -> list[str | OSError]:
+    """The digest of every file, or the error that kept it from being read."""
+    return digest_sources([Source(path) for path in paths], algorithm, num_threads=num_threads)
+
+
+def digest_sources(
+    sources: Sequence[Source], algorithm: str, *, num_threads: int | None = None
+) -> list[str | OSError]:
     """The digest of every file, or the error that kept it from being read.
 
     Reading and digesting let go of the interpreter, so threads use as many cores. Each thread
     has a file of its own, the largest first, and helps with another once none is untouched.
     """
-    files = [_PiecewiseFile(path, algorithm) for path in paths]
-    untouched = deque(sorted((f for f in files if f.num_left), key=lambda f: -f.num_left))
+    nowhere = _Nowhere()
+    files = [_PiecewiseFile(one, one.receiver or nowhere, algorithm) for one in sources]
+    untouched = deque(sorted((f for f in files if f.bytes_left), key=lambda f: -f.bytes_left))
     num_threads = num_readers() if num_threads is None else num_threads
-    if not worth_threads(sum(file.num_left for file in files) * PIECE_BYTES):
+    if not worth_threads(sum(file.bytes_left for file in files)):
         num_threads = 1
-    buffers = [memoryview(bytearray(PIECE_BYTES)) for _ in range(num_threads)]
     current: dict[int, _PiecewiseFile] = {}
 
     def take(thread: int) -> Callable[[], None] | None:
         file = current.get(thread)
-        if file is None or not file.num_left:
+        if file is None or not file.bytes_left:
             if untouched:
                 file = untouched.popleft()
             else:
-                file = max(files, key=lambda f: f.num_left, default=None)
-            if file is None or not file.num_left:
+                file = max(files, key=lambda f: f.bytes_left, default=None)
+            if file is None or not file.bytes_left:
                 return None
             current[thread] = file
-        return functools.partial(file.digest_piece, file.take_piece(), buffers[thread])
+        return functools.partial(file.digest_piece, file.take_piece(), thread)
 
     try:
         share_work(take, num_threads, "verify")
@@ -102,12 +137,32 @@ def digest_files(
     return [file.error or file.hexdigest() for file in files]
 
 
+class _Nowhere:
+    """Bytes that only the digest needs."""
+
+    def __init__(self) -> None:
+        self.piece_bytes = PIECE_BYTES
+        self._buffers: dict[int, memoryview] = {}
+
+    def place(self, thread: int, begin: int, end: int) -> Sequence[Any]:
+        if thread not in self._buffers:
+            self._buffers[thread] = memoryview(bytearray(self.piece_bytes))
+        return [self._buffers[thread][: end - begin]]
+
+    def deliver(self, thread: int, begin: int, end: int) -> None:
+        pass
+
+
 class _PiecewiseFile:
     """A file whose pieces are read by several threads at once and digested in their order."""
 
-    def __init__(self, path: Path, algorithm: str) -> None:
-        self._path = path
+    def __init__(self, source: Source, receiver: Receiver, algorithm: str) -> None:
+        self._path = source.path
+        self._receiver = receiver
+        self._piece_bytes = receiver.piece_bytes
         self._hasher = new_hasher(algorithm)
+        self._hasher.update(source.head)
+        self._begin = len(source.head)
         self._descriptor: int | None = None
         self._lock = threading.Lock()
         self._num_digested = 0
@@ -116,26 +171,35 @@ class _PiecewiseFile:
         self._num_pieces = self._num_taken = 0
         self.error: OSError | None = None
         try:
-            self._num_pieces = -(-os.stat(path).st_size // PIECE_BYTES)
+            self._end = os.stat(source.path).st_size if source.size is None else source.size
+            self._num_pieces = -(-(self._end - self._begin) // self._piece_bytes)
         except OSError as error:
             self.error = error
 
     @property
-    def num_left(self) -> int:
-        """Pieces that no thread has taken."""
-        return 0 if self._given_up else self._num_pieces - self._num_taken
+    def bytes_left(self) -> int:
+        """About how much no thread has taken."""
+        num_left = 0 if self._given_up else self._num_pieces - self._num_taken
+        return num_left * self._piece_bytes
 
     def take_piece(self) -> int:
         """The number of the next piece, for the thread that will digest it."""
         self._num_taken += 1
         return self._num_taken - 1
 
-    def digest_piece(self, number: int, buffer: memoryview) -> None:
+    def digest_piece(self, number: int, thread: int) -> None:
         """Read a piece, wait until all before it are digested, digest it."""
+        begin = self._begin + number * self._piece_bytes
+        end = min(begin + self._piece_bytes, self._end)
         try:
-            num_bytes = read_at(self._open(), buffer, number * PIECE_BYTES)
+            buffers = self._receiver.place(thread, begin, end)
+            num_read = read_at(self._open(), buffers, begin)
+            if num_read < end - begin:
+                raise OSError(f"it ends at byte {begin + num_read}, before {end}")
+            self._receiver.deliver(thread, begin, end)
             if self._await_turn(number):
-                self._hasher.update(buffer[:num_bytes])
+                for buffer in buffers:
+                    self._hasher.update(buffer)
                 self._pass_turn()
         except BaseException as error:
             self._give_up()
@@ -187,12 +251,23 @@ class _PiecewiseFile:
         return self._hasher.hexdigest()
 
 
-def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Fill `buffer` from a place in a file; returns how much there was."""
+def read_at(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+    """Fill buffers, one after the other, from a place in a file; returns how much there was."""
     num_read = 0
-    while num_read < len(buffer):
-        more = os.preadv(descriptor, [buffer[num_read:]], offset + num_read)
+    while buffers:
+        more = os.preadv(descriptor, buffers[:_MOST_BUFFERS], offset + num_read)
         if more == 0:
             break
         num_read += more
+        buffers = _drop(buffers, more)
     return num_read
+
+
+def _drop(buffers: Sequence[Any], num_bytes: int) -> Sequence[Any]:
+    """Buffers without those bytes at the front that are filled."""
+    for number, buffer in enumerate(buffers):
+        view = memoryview(buffer)
+        if num_bytes < view.nbytes:
+            return [view.cast("B")[num_bytes:], *buffers[number + 1 :]]
+        num_bytes -= view.nbytes
+    return []

@@ -1,10 +1,12 @@
 """The error for a checkpoint that cannot be written or used.
 
-Owns: `CheckpointError` and `MisfitError`. Does not own: a user's mistake in an option
-(`headway.errors.ConfigError`).
+Owns: `CheckpointError`, `DamagedError` and `MisfitError`. Does not own: a user's mistake in an
+option (`headway.errors.ConfigError`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class CheckpointError(RuntimeError):
@@ -12,6 +14,15 @@ class CheckpointError(RuntimeError):
 
     failed_rank: int | None = None
     """The rank that failed, where it is not the one that raises this."""
+
+
+class DamagedError(CheckpointError):
+    """Files of a checkpoint are not as they were written; raised on every rank alike."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+        """One line for every damaged file."""
 
 
 class MisfitError(CheckpointError):

@@ -51,16 +51,29 @@ class StoredTensor(NamedTuple):
     num_bytes: int
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, in the order in which they lie there."""
+class Header(NamedTuple):
+    """What a file says about itself."""
+
+    path: Path
+    tensors: dict[str, StoredTensor]
+    """In the order in which they lie in the file."""
+    text: bytes
+    """The bytes of the file up to the first value."""
+
+
+def read_header(path: Path) -> Header:
+    """The header of a file, found to be exactly right."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            prefix = file.read(_LENGTH_BYTES)
+            length = int.from_bytes(prefix, "little")
             if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length), object_pairs_hook=_unique)
-        return _check_header(path, header, _LENGTH_BYTES + length, size)
+            text = file.read(length)
+        header = json.loads(text, object_pairs_hook=_unique)
+        tensors = _check_header(path, header, _LENGTH_BYTES + length, size)
+        return Header(path, tensors, prefix + text)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except RecursionError:

@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from headway.checkpoint.digest import read_at
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.header import StoredTensor
 from headway.checkpoint.jobs import num_readers, share_work, worth_threads
 
 # What one thread reads at once: enough to be worth the call, little enough to share evenly.
 _STRETCH_BYTES = 8 << 20
-# A system call takes at most 1024 buffers on Linux.
-_MOST_BUFFERS = 512
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
@@ -36,7 +35,7 @@ class Destination(NamedTuple):
     offsets: tuple[int, ...] | None = None
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Bytes of a tensor, by their place in it, and where they are stored."""
 
     tensor: Tensor
@@ -44,6 +43,11 @@ class _Part(NamedTuple):
     num_bytes: int
     path: Path
     start: int
+
+    @property
+    def end(self) -> int:
+        """Where they end in the file."""
+        return self.start + self.num_bytes
 
 
 @torch.no_grad()
@@ -53,16 +57,13 @@ def fill(destinations: Iterable[Destination], num_threads: int | None = None) ->
     Every destination must have the shape of what it gets, and lie within what is stored.
     """
     on_host, others = [], []
-    on_device: dict[torch.device, list[_Part]] = {}
+    on_device: dict[torch.device, list[Part]] = {}
     for destination in destinations:
-        start = _find_start(destination)
-        stored, tensor = destination.stored, destination.tensor
-        if start is None or not _takes_bytes(tensor, stored.dtype):
+        part = as_part(destination)
+        if part is None:
             others.append(destination)
-            continue
-        part = _Part(tensor, 0, tensor.numel() * tensor.element_size(), stored.path, start)
-        if tensor.is_cuda:
-            on_device.setdefault(tensor.device, []).append(part)
+        elif part.tensor.is_cuda:
+            on_device.setdefault(part.tensor.device, []).append(part)
         else:
             on_host.append(part)
     num_threads = num_readers() if num_threads is None else num_threads
@@ -70,10 +71,23 @@ def fill(destinations: Iterable[Destination], num_threads: int | None = None) ->
     for device, parts in on_device.items():
         _read_to_device(device, parts, num_threads)
     for parts in (on_host, *on_device.values()):
-        # As any change in place: a backward pass that needs the old values is to notice.
-        torch.autograd.graph.increment_version([part.tensor for part in parts])
+        tell_changed(parts)
     for stored, tensor, offsets in others:
         tensor.copy_(read(stored, offsets, tuple(tensor.shape), num_threads))
+
+
+def tell_changed(parts: Iterable[Part]) -> None:
+    """As any change in place: a backward pass that needs the old values is to notice."""
+    torch.autograd.graph.increment_version([part.tensor for part in parts])
+
+
+def as_part(destination: Destination) -> Part | None:
+    """What is wanted as bytes that lie as they are stored; None if they have to be converted."""
+    start, tensor = _find_start(destination), destination.tensor
+    if start is None or not _takes_bytes(tensor, destination.stored.dtype):
+        return None
+    num_bytes = tensor.numel() * tensor.element_size()
+    return Part(tensor, 0, num_bytes, destination.stored.path, start)
 
 
 def read(
@@ -144,47 +158,45 @@ def _takes_bytes(tensor: Tensor, dtype: torch.dtype) -> bool:
 # -- stretches --------------------------------------------------------------------------------
 
 
-def _find_stretches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+def _find_stretches(parts: Sequence[Part]) -> Iterator[list[Part]]:
     """The parts, cut and joined to stretches of a file that are read in one go."""
-    by_file: dict[Path, list[_Part]] = {}
+    by_file: dict[Path, list[Part]] = {}
     for part in parts:
         by_file.setdefault(part.path, []).append(part)
     for in_file in by_file.values():
-        stretch: list[_Part] = []
+        stretch: list[Part] = []
         room, end = 0, -1
         for part in sorted(in_file, key=lambda part: part.start):
             while part.num_bytes:
-                if part.start != end or not room or len(stretch) == _MOST_BUFFERS:
+                if part.start != end or not room:
                     if stretch:
                         yield stretch
                     stretch, room = [], _STRETCH_BYTES
                 taken, part = _cut(part, room)
                 stretch.append(taken)
                 room -= taken.num_bytes
-                end = taken.start + taken.num_bytes
+                end = taken.end
         if stretch:
             yield stretch
 
 
-def _cut(part: _Part, room: int) -> tuple[_Part, _Part]:
+def _cut(part: Part, room: int) -> tuple[Part, Part]:
     """As much of a part as there is room for, and the rest."""
     size = min(part.num_bytes, room)
-    rest = _Part(
-        part.tensor, part.begin + size, part.num_bytes - size, part.path, part.start + size
-    )
+    rest = Part(part.tensor, part.begin + size, part.num_bytes - size, part.path, part.start + size)
     return (part._replace(num_bytes=size) if rest.num_bytes else part), rest
 
 
 def _read_stretches(
-    parts: Sequence[_Part],
+    parts: Sequence[Part],
     num_threads: int,
-    make_reader: Callable[[], Callable[[int, list[_Part]], None]],
+    make_reader: Callable[[], Callable[[int, list[Part]], None]],
 ) -> None:
     """Have threads read all parts, each by a reader of its own, which gets a descriptor."""
     if not worth_threads(sum(part.num_bytes for part in parts)):
         num_threads = 1
     stretches = _find_stretches(parts)
-    readers: dict[int, Callable[[int, list[_Part]], None]] = {}
+    readers: dict[int, Callable[[int, list[Part]], None]] = {}
     descriptors: dict[Path, int] = {}
 
     def take(thread: int) -> Callable[[], None] | None:
@@ -212,35 +224,22 @@ def _open(path: Path) -> int:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _read_into_place(descriptor: int, stretch: list[_Part]) -> None:
-    _read(descriptor, stretch, [_memory(part) for part in stretch])
+def _read_into_place(descriptor: int, stretch: list[Part]) -> None:
+    _read(descriptor, stretch, [memory_of(part) for part in stretch])
 
 
-def _read(descriptor: int, stretch: list[_Part], buffers: list[Any]) -> None:
+def _read(descriptor: int, stretch: list[Part], buffers: list[Any]) -> None:
     """Fill buffers, one after the other, with the bytes of a stretch."""
-    path, start = stretch[0].path, stretch[0].start
-    end = stretch[-1].start + stretch[-1].num_bytes
+    path, start, end = stretch[0].path, stretch[0].start, stretch[-1].end
     try:
-        while start < end:
-            num_read = os.preadv(descriptor, buffers, start)
-            if num_read == 0:
-                raise OSError(f"it ends at byte {start}, before {end}")
-            start += num_read
-            if start < end:
-                buffers = _drop(buffers, num_read)
+        num_read = read_at(descriptor, buffers, start)
+        if start + num_read < end:
+            raise OSError(f"it ends at byte {start + num_read}, before {end}")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _drop(buffers: list[Any], num_bytes: int) -> list[Any]:
-    """Buffers without those bytes at the front that are filled."""
-    views = [memoryview(buffer).cast("B") for buffer in buffers]
-    while num_bytes >= len(views[0]):
-        num_bytes -= len(views.pop(0))
-    return [views[0][num_bytes:], *views[1:]]
-
-
-def _memory(part: _Part) -> Any:
+def memory_of(part: Part) -> Any:
     """The bytes of a part as a buffer to write to; the part keeps its tensor alive meanwhile."""
     # A tenth of the time that an array of the tensor takes, which counts with thousands of them.
     kind = ctypes.c_char * part.num_bytes
@@ -256,47 +255,55 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 # -- CUDA devices -----------------------------------------------------------------------------
 
 
-class _DeviceReader:
-    """Reads into two page-locked buffers in turn; one fills while the other goes to the device."""
+class DeviceLane:
+    """Page-locked buffers in turn, for one thread: one fills while others go to the device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, buffer_bytes: int, num_buffers: int = 2) -> None:
         self._stream = torch.cuda.Stream(device)
         self._buffers = [
-            torch.empty(_STRETCH_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+            torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True)
+            for _ in range(num_buffers)
         ]
         self._copied = [torch.cuda.Event() for _ in self._buffers]
         self._turn = 0
 
-    def __call__(self, descriptor: int, stretch: list[_Part]) -> None:
-        self._turn = 1 - self._turn
-        buffer, copied = self._buffers[self._turn], self._copied[self._turn]
-        copied.synchronize()
-        num_bytes = sum(part.num_bytes for part in stretch)
-        _read(descriptor, stretch, [buffer[:num_bytes].numpy()])
+    def take(self) -> Any:
+        """The next buffer to fill; it returns when what it held before is on the device."""
+        self._turn = (self._turn + 1) % len(self._buffers)
+        self._copied[self._turn].synchronize()
+        return self._buffers[self._turn].numpy()
+
+    def send(self, parts: Iterable[tuple[Part, int]]) -> None:
+        """Copy parts of tensors to the device from their places in the buffer taken last."""
+        buffer = self._buffers[self._turn]
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            position = 0
-            for part in stretch:
+            for part, position in parts:
                 target = _as_bytes(part.tensor)[part.begin : part.begin + part.num_bytes]
                 target.copy_(buffer[position : position + part.num_bytes], non_blocking=True)
-                position += part.num_bytes
-            copied.record(self._stream)
+            self._copied[self._turn].record(self._stream)
 
     def finish(self) -> None:
         """Return when all is on the device."""
         self._stream.synchronize()
 
 
-def _read_to_device(device: torch.device, parts: list[_Part], num_threads: int) -> None:
-    readers: list[_DeviceReader] = []
+def _read_through(lane: DeviceLane, descriptor: int, stretch: list[Part]) -> None:
+    start = stretch[0].start
+    _read(descriptor, stretch, [lane.take()[: stretch[-1].end - start]])
+    lane.send((part, part.start - start) for part in stretch)
 
-    def make_reader() -> _DeviceReader:
-        readers.append(_DeviceReader(device))
-        return readers[-1]
+
+def _read_to_device(device: torch.device, parts: list[Part], num_threads: int) -> None:
+    lanes: list[DeviceLane] = []
+
+    def make_reader() -> Callable[[int, list[Part]], None]:
+        lanes.append(DeviceLane(device, _STRETCH_BYTES))
+        return functools.partial(_read_through, lanes[-1])
 
     # What the tensors were last used for may be on any stream.
     torch.cuda.synchronize(device)
     try:
         _read_stretches(parts, num_threads, make_reader)
     finally:
-        for reader in readers:
-            reader.finish()
+        for lane in lanes:
+            lane.finish()

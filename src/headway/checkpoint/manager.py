@@ -21,8 +21,8 @@ import headway
 from headway.checkpoint import leftovers
 from headway.checkpoint.contents import CheckpointContents
 from headway.checkpoint.digest import DEFAULT_DIGEST, new_hasher
-from headway.checkpoint.errors import CheckpointError
-from headway.checkpoint.jobs import num_readers
+from headway.checkpoint.errors import CheckpointError, DamagedError
+from headway.checkpoint.loading import Loading, load_contents, load_weights
 from headway.checkpoint.manifest import (
     DIR_PREFIXES,
     CommittedCheckpoint,
@@ -30,8 +30,8 @@ from headway.checkpoint.manifest import (
     committed,
     read_manifest,
     refuse_link,
+    shard_names,
     torch_version,
-    verify,
     write_manifest,
 )
 from headway.checkpoint.nodes import find_common, require_same
@@ -39,10 +39,9 @@ from headway.checkpoint.owner import new_nonce
 from headway.checkpoint.pins import is_pinned
 from headway.checkpoint.publication import inherit_lifetime, publish
 from headway.checkpoint.ranks import Ranks, SoloRanks
-from headway.checkpoint.reader import held_elsewhere, load_contents, load_weights
 from headway.checkpoint.replication import check_contents
 from headway.checkpoint.retention import Entry, choose_deletions, rank_by_metric
-from headway.checkpoint.search import Search, find_newest_whole
+from headway.checkpoint.search import Search, find_newest_whole, read_resumable
 from headway.checkpoint.staged import PendingSave
 from headway.checkpoint.staging import Stager
 from headway.checkpoint.storage import Storage, is_url, open_storage
@@ -73,7 +72,7 @@ class CheckpointManager:
     """The checkpoints of one run directory, written and read by one process or by several ranks.
 
     With several, every rank has a manager of its own with its `ranks`, and all of them call `save`,
-    `stage`, `write`, `resolve(True)` and `load` together.
+    `stage`, `write`, `resolve` and `load` together.
     """
 
     def __init__(
@@ -83,8 +82,8 @@ class CheckpointManager:
         save_total_limit: int | None = 2,
         preserve_n_best: int = 0,
         greater_is_better: bool = False,
-        retention: Mapping[str, Any] | None = None,
         keep_every_n_steps: int | None = None,
+        retention: Mapping[str, Any] | None = None,
         digest: str = DEFAULT_DIGEST,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         topology: Mapping[str, Any] | None = None,
@@ -96,8 +95,8 @@ class CheckpointManager:
             "limit": save_total_limit,
             "num_best": preserve_n_best,
             "greater_is_better": greater_is_better,
-            **(retention or {}),
             "keep_every_n_steps": keep_every_n_steps,
+            **(retention or {}),
         }
         choose_deletions([], **self._retention)  # checks the settings
         new_hasher(digest)
@@ -125,7 +124,7 @@ class CheckpointManager:
         self._num_threads = num_threads
         self._stager = Stager(self._ranks)
         self._last_counter = 0
-        self._verified: set[tuple[Path, str]] = set()
+        self._verified: dict[tuple[Path, str], set[str]] = {}
         self._damaged: set[str] = set()
 
     # -- saving -----------------------------------------------------------------------------
@@ -357,73 +356,64 @@ class CheckpointManager:
         kept = ranked[: self._retention["num_best"]]
         return [(self.output_dir / e.id, e.metric) for e in kept if e.metric is not None]
 
-    def resolve(self, resume: bool | str | Path) -> Path | None:
+    def resolve(self, resume: bool | str | Path, *, verify_tensors: bool = True) -> Path | None:
         """The checkpoint to resume from.
 
         True: the newest that verifies; damaged ones are reported by file and passed over; None if
         there is none. False: None. A path: that checkpoint, or a `ConfigError`; if it is damaged,
-        a `CheckpointError` that names the files.
+        a `CheckpointError` that names the files. `verify_tensors` as for `find_intact`.
         """
         if resume is False:
             return None
         if resume is not True:
-            return self._resolve_path(self._storage.path_of(resume))
-        path, damaged = self.find_intact()
+            return self._resolve_path(self._storage.path_of(resume), verify_tensors)
+        path, damaged = self.find_intact(verify_tensors=verify_tensors)
         for problem in damaged:
             logger.warning("passing over a damaged checkpoint: %s", problem)
         return path
 
-    def find_intact(self) -> tuple[Path | None, Sequence[str]]:
+    def find_intact(self, *, verify_tensors: bool = True) -> tuple[Path | None, Sequence[str]]:
         """The newest training checkpoint that verifies, and what is wrong with newer ones.
 
         The second item has a line for every damaged file. None of these checkpoints counts for
         retention from then on: it can neither push out a good one nor be the best.
+        With `verify_tensors=False` weights and optimizer are not read but for a checkpoint that a
+        load found damaged: the next `load` verifies them, and may raise a `DamagedError`.
         """
         ranks, found = self._ranks, Search(None)
+        suspects = None if verify_tensors else set(self._damaged)
         if ranks.each_node:
-            found = find_common(ranks, self._storage, self.list())
-            self._damaged |= found.damaged
-            if found.path is not None:
-                self._verified.add((found.path, read_manifest(found.path).digest))
-            return found.path, found.problems
-        with ranks.together("looking for a checkpoint"):
-            if ranks.is_main:
-                found = find_newest_whole(self._storage, self.list())
-        known = None if found.path is None else str(found.path)
-        name, problems, damaged = ranks.share([known, found.problems, sorted(found.damaged)])
+            found = find_common(ranks, self._storage, self.list(), suspects)
+            path, problems, damaged = found.path, found.problems, found.damaged
+        else:
+            with ranks.together("looking for a checkpoint"):
+                if ranks.is_main:
+                    found = find_newest_whole(self._storage, self.list(), suspects)
+            known = None if found.path is None else str(found.path)
+            name, problems, damaged = ranks.share([known, found.problems, sorted(found.damaged)])
+            path = None if name is None else Path(name)
         self._damaged |= set(damaged)
-        if name is None:
-            return None, problems
-        path = Path(name)
-        self._verified.add((path, read_manifest(path).digest))
+        if path is not None:
+            all_read = suspects is None or path.name in suspects
+            self._remember(path, read_manifest(path), all_read=all_read)
         return path, problems
 
-    def _resolve_path(self, given: Path) -> Path:
-        path = given if given.is_absolute() or given.exists() else self.output_dir / given
-        try:
-            manifest = read_manifest(path)
-        except CheckpointError as error:
-            reason = str(error) if path.exists() else f"{path} does not exist"
-            raise ConfigError(self._not_resumable(given, path, reason)) from error
-        if manifest.kind != "training":
-            reason = f"it is of kind {manifest.kind!r}, and only kind 'training' resumes"
-            if "quantized" in manifest.metadata:
-                reason += "; its weights are quantized, so that they cannot be trained"
-            raise ConfigError(self._not_resumable(given, path, reason))
-        path = path.absolute()
-        self._storage.fetch(path)
-        self._require_intact(path, manifest)
-        self._verified.add((path, manifest.digest))
-        return path
+    def _remember(self, path: Path, manifest: Manifest, *, all_read: bool) -> None:
+        """What was verified just now is not read again by the next load."""
+        left = set() if all_read else shard_names(manifest)
+        self._verified[path, manifest.digest] = set(manifest.files) - left
 
-    def _not_resumable(self, given: Path, path: Path, reason: str) -> str:
-        inside = [c.path for c in committed(path) if c.kind == "training"]
-        beside = [c.path for c in self.list() if c.kind == "training"]
-        there = ", ".join(str(found) for found in inside or beside)
-        return (
-            f"resume_from_checkpoint={str(given)!r} is not a checkpoint to resume from: {reason}. "
-            f"Checkpoints there: {there or 'none'}"
-        )
+    def _resolve_path(self, given: Path, verify_tensors: bool) -> Path:
+        path = given if given.is_absolute() or given.exists() else self.output_dir / given
+        with self._ranks.together("looking for the checkpoint"):
+            manifest = read_resumable(given, path, self.list)
+            path = path.absolute()
+            self._storage.fetch(path)
+        unread = set() if verify_tensors else shard_names(manifest)
+        names = set(manifest.files) - unread
+        Loading(path, manifest, self._ranks).verify(names, unread=unread, whole=True)
+        self._remember(path, manifest, all_read=verify_tensors)
+        return path
 
     # -- loading ----------------------------------------------------------------------------
 
@@ -434,63 +424,74 @@ class CheckpointManager:
         *,
         components: Collection[str] | None = None,
         verify: bool = True,
+        verify_first: bool = False,
     ) -> LoadedCheckpoint:
         """Fill `contents` from a checkpoint, by default from the newest good one.
 
-        Everything is verified before anything is changed. `components` limits the load to the
-        named ones (`model`, `optimizer`, component keys). A component that is required and
-        missing, or that fails to load, is a `CheckpointError`.
+        `components` limits the load to the named ones (`model`, `optimizer`, component keys). A
+        component that is required and missing, or that fails to load, is a `CheckpointError`.
+        Weights and optimizer are verified while they are read. So if one of their files is
+        damaged, which is a `DamagedError`, they have any values: go on from another checkpoint or
+        not at all. With `verify_first` all is verified before anything is changed, which reads
+        these files twice.
         """
-        directory = self._at_hand(path) if path is not None else self.resolve(True)
-        if directory is None:
-            raise CheckpointError(f"{self.output_dir} holds no checkpoint that can be loaded")
-        with self._ranks.together("verifying the checkpoint"):
+        if path is not None:
+            return self._load(contents, self._at_hand(path), components, verify, verify_first)
+        told: set[str] = set()
+        while True:
+            directory, damaged = self.find_intact(verify_tensors=verify_first or not verify)
+            for problem in damaged:
+                if problem not in told:
+                    logger.warning("passing over a damaged checkpoint: %s", problem)
+            told.update(damaged)
+            if directory is None:
+                raise CheckpointError(f"{self.output_dir} holds no checkpoint that can be loaded")
+            try:
+                return self._load(contents, directory, components, verify, verify_first)
+            except DamagedError:
+                continue  # it is known as damaged now, and passed over
+
+    def _load(
+        self,
+        contents: CheckpointContents,
+        directory: Path,
+        components: Collection[str] | None,
+        verify: bool,
+        verify_first: bool,
+    ) -> LoadedCheckpoint:
+        with self._ranks.together("reading the manifest"):
             manifest = read_manifest(directory)
-            if verify:
-                self._require_intact(directory, manifest)
-        if self._ranks.each_node:
-            require_same(self._ranks, manifest.digest, f"their copies of {directory}")
-        elsewhere = held_elsewhere(contents.model, self._ranks)
-        with self._ranks.together("loading the checkpoint"):
+        verified = self._verified.pop((directory, manifest.digest), None)
+        if not verify:
+            verified = set(manifest.files)
+        try:
             trainer_state = load_contents(
                 contents,
                 directory,
                 manifest,
+                self._ranks,
                 components=components,
-                ranks=self._ranks,
-                elsewhere=elsewhere,
+                verified=verified,
+                verify_first=verify_first,
             )
+        except DamagedError:
+            if directory.parent == self.output_dir:
+                self._damaged.add(directory.name)
+            raise
         return LoadedCheckpoint(directory, manifest.step, manifest, trainer_state)
 
     def load_model(self, model: nn.Module, path: str | Path) -> None:
-        """Load only the weights of a checkpoint of any kind; only their files are verified."""
-        elsewhere = held_elsewhere(model, self._ranks)
-        with self._ranks.together("loading the weights"):
+        """Load only the weights of a checkpoint of any kind.
+
+        Only their files are verified, before anything is changed.
+        """
+        with self._ranks.together("reading the manifest"):
             directory = self._at_hand(path)
             manifest = read_manifest(directory)
-            entry = manifest.component("model")
-            if entry is None:
-                raise CheckpointError(f"{directory} holds no model")
-            self._require_intact(directory, manifest, names=entry["files"])
-            load_weights(model, directory, manifest, ranks=self._ranks, elsewhere=elsewhere)
+        verified = self._verified.pop((directory, manifest.digest), set())
+        load_weights(model, directory, manifest, self._ranks, verified=verified)
 
     def _at_hand(self, path: str | Path) -> Path:
         directory = self._storage.path_of(path).absolute()
         self._storage.fetch(directory)
         return directory
-
-    def _require_intact(
-        self, directory: Path, manifest: Manifest, names: Collection[str] | None = None
-    ) -> None:
-        try:
-            # Only once: what `resolve` has just verified is not read again.
-            self._verified.remove((directory, manifest.digest))
-        except KeyError:
-            if names is None and self._ranks.world_size > 1:
-                # Every rank reads its share; what one of them finds, all of them raise.
-                first, count = self._ranks.share_of_files
-                names = sorted(manifest.files)[first::count]
-            num_threads = num_readers(self._ranks.num_on_node)
-            problems = verify(directory, names=names, num_threads=num_threads)
-            if problems:
-                raise CheckpointError("\n".join(problems)) from None

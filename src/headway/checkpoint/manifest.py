@@ -260,10 +260,24 @@ def refuse_link(path: Path) -> None:
         raise CheckpointError(f"{path} {LINK_REASON}; remove it, or choose another name")
 
 
-def look_at_sizes(path: str | Path, manifest: Manifest) -> list[str]:
+def shard_names(manifest: Manifest, keys: Collection[str] = ("model", "optimizer")) -> set[str]:
+    """The tensor files of weights and optimizer, which are almost all of a checkpoint's bytes."""
+    entries = filter(None, map(manifest.component, keys))
+    return {
+        name
+        for entry in entries
+        for name in entry["files"]
+        if name.endswith(".safetensors") and "/" not in name and name in manifest.files
+    }
+
+
+def look_at_sizes(
+    path: str | Path, manifest: Manifest, names: Collection[str] | None = None
+) -> list[str]:
     """What is wrong with the files of a checkpoint, as far as can be seen without reading them."""
     directory = Path(path)
-    checked = (_check_entry(directory, name, record) for name, record in manifest.files.items())
+    wanted = {n: r for n, r in manifest.files.items() if names is None or n in names}
+    checked = (_check_entry(directory, name, record) for name, record in wanted.items())
     return [problem for problem in checked if problem]
 
 
@@ -273,38 +287,70 @@ def _candidates(output_dir: str | Path) -> list[Path]:
 
 
 def verify(
-    path: str | Path, *, names: Collection[str] | None = None, num_threads: int | None = None
+    path: str | Path,
+    *,
+    names: Collection[str] | None = None,
+    unread: Collection[str] = (),
+    num_threads: int | None = None,
 ) -> list[str]:
     """What is wrong with a checkpoint, one line per file; empty if all is well.
 
     Every listed file (or only `names`) must be there with its size and digest, and no weight file
-    may lie beside them that the manifest does not list. Files are read by `num_threads` threads,
-    by default as many as the machine has cores, up to a limit.
+    may lie beside them that the manifest does not list. Of the `unread` only the size is looked
+    at unless something is wrong already. Files are read by `num_threads` threads, by default as
+    many as the machine has cores, up to a limit.
     """
     directory = Path(path)
     try:
         manifest = read_manifest(directory)
     except CheckpointError as error:
         return [str(error)]
-    wanted = {n: r for n, r in manifest.files.items() if names is None or n in names}
+    read = {name for name in manifest.files if names is None or name in names} - set(unread)
+    problems = check_files(directory, manifest, read, num_threads=num_threads)
+    problems += look_at_sizes(directory, manifest, unread)
+    problems += find_unlisted(directory, manifest) if names is None else []
+    if problems and unread:
+        # It is of no use any more; then all that is damaged is to be named.
+        problems += check_files(directory, manifest, unread, num_threads=num_threads)
+    return list(dict.fromkeys(problems))
+
+
+def check_files(
+    directory: Path,
+    manifest: Manifest,
+    names: Collection[str],
+    *,
+    num_threads: int | None = None,
+) -> list[str]:
+    """What is wrong with files of a checkpoint, each of which is read."""
+    wanted = {n: r for n, r in manifest.files.items() if n in names}
     found = {name: _check_entry(directory, name, record) for name, record in wanted.items()}
     whole = [name for name, problem in found.items() if problem is None]
     algorithm = manifest.digest_algorithm
     digests = digest_files([directory / n for n in whole], algorithm, num_threads=num_threads)
     for name, digest in zip(whole, digests):
-        file = directory / name
-        if isinstance(digest, OSError):
-            found[name] = f"{file} cannot be read: {digest}"
-        elif digest != wanted[name].digest:
-            found[name] = f"{file} is damaged: its content does not match its {algorithm} digest"
-    problems = [problem for problem in found.values() if problem]
-    if names is None:
-        problems += [
-            f"{directory / name} is not listed in the manifest"
-            for name in list_files(directory)
-            if name.endswith(_WEIGHT_ENDINGS) and name not in manifest.files
-        ]
-    return problems
+        found[name] = compare_digest(directory / name, digest, wanted[name], algorithm)
+    return [problem for problem in found.values() if problem]
+
+
+def compare_digest(
+    file: Path, found: str | OSError, record: FileRecord, algorithm: str
+) -> str | None:
+    """What is wrong with a file by its digest, or by the error that kept it from being read."""
+    if isinstance(found, OSError):
+        return f"{file} cannot be read: {found}"
+    if found != record.digest:
+        return f"{file} is damaged: its content does not match its {algorithm} digest"
+    return None
+
+
+def find_unlisted(directory: Path, manifest: Manifest) -> list[str]:
+    """Weight files that lie in a checkpoint without belonging to it, a line for each."""
+    return [
+        f"{directory / name} is not listed in the manifest"
+        for name in list_files(directory)
+        if name.endswith(_WEIGHT_ENDINGS) and name not in manifest.files
+    ]
 
 
 def _check_entry(directory: Path, name: str, record: FileRecord) -> str | None:

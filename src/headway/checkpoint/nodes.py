@@ -11,8 +11,7 @@ nodes only. So what counts for a resume is what all nodes have.
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.manifest import CommittedCheckpoint, verify
 from headway.checkpoint.owner import new_nonce
 from headway.checkpoint.ranks import Ranks
-from headway.checkpoint.search import Search
+from headway.checkpoint.search import Search, choose_unread
 from headway.checkpoint.storage import DigestWriter, FileRecord, Storage
 from headway.dist.agreement import CommonMistake
 
@@ -159,8 +158,15 @@ class _Inbox:
                 writer.__exit__(CheckpointError, None, None)
 
 
-def find_common(ranks: Ranks, storage: Storage, listed: Sequence[CommittedCheckpoint]) -> Search:
+def find_common(
+    ranks: Ranks,
+    storage: Storage,
+    listed: Sequence[CommittedCheckpoint],
+    suspects: Collection[str] | None = None,
+) -> Search:
     """The newest training checkpoint that is whole on every node; the same on all ranks.
+
+    `suspects` as for `find_newest_whole`.
 
     Where nodes have checkpoints and none is on all of them, that is an error: a run that began
     again beside them would look like one that goes on.
@@ -191,7 +197,9 @@ def find_common(ranks: Ranks, storage: Storage, listed: Sequence[CommittedCheckp
         )
     problems, damaged = lacking, set[str]()
     for name in sorted(common, key=lambda name: -first[name][1]):
-        wrong = [line for lines in ranks.exchange(_check(ranks, storage, name)) for line in lines]
+        own_copy = next((c for c in listed if c.path.name == name), None)
+        told = ranks.exchange(_check(ranks, own_copy, suspects))
+        wrong = [line for lines in told for line in lines]
         if not wrong:
             return Search(storage.root / name, problems, damaged)
         problems = [*problems, *wrong]
@@ -199,13 +207,17 @@ def find_common(ranks: Ranks, storage: Storage, listed: Sequence[CommittedCheckp
     return Search(None, problems, damaged)
 
 
-def _check(ranks: Ranks, storage: Storage, name: str) -> list[str]:
+def _check(
+    ranks: Ranks, checkpoint: CommittedCheckpoint | None, suspects: Collection[str] | None
+) -> list[str]:
     if not ranks.leads:
         return []
+    assert checkpoint is not None, "it is on every node"
     try:
-        return [f"node {ranks.node}: {line}" for line in verify(storage.root / name)]
+        found = verify(checkpoint.path, unread=choose_unread(checkpoint, suspects))
+        return [f"node {ranks.node}: {line}" for line in found]
     except (OSError, CheckpointError) as error:
-        return [f"node {ranks.node}: {os.fspath(storage.root / name)}: {error}"]
+        return [f"node {ranks.node}: {checkpoint.path}: {error}"]
 
 
 def require_same(ranks: Ranks, values: Any, what: str) -> None:

@@ -1,13 +1,15 @@
-"""Fills live objects from the files of one committed checkpoint.
+"""What of the files of one committed checkpoint goes into which live objects.
 
-Owns: the order of loading and what counts as missing. Does not own: verification (manifest.py) or
-the choice of a checkpoint (manager.py).
+Owns: the order of loading and what counts as missing. Does not own: filling tensors and
+verification (loading.py) or the choice of a checkpoint (manager.py).
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from headway.checkpoint.contents import (
     CheckpointContents,
 )
 from headway.checkpoint.errors import CheckpointError
-from headway.checkpoint.intake import fill
+from headway.checkpoint.header import Header
+from headway.checkpoint.intake import Destination
 from headway.checkpoint.jobs import num_readers
 from headway.checkpoint.jsonfile import read_json, read_json_object
 from headway.checkpoint.manifest import Manifest
@@ -33,7 +36,7 @@ from headway.checkpoint.model import (
 )
 from headway.checkpoint.optimizer import plan_optimizer
 from headway.checkpoint.parameter_state import ParameterState
-from headway.checkpoint.ranks import Ranks, SoloRanks
+from headway.checkpoint.ranks import Ranks
 from headway.checkpoint.rng import RNGState
 from headway.checkpoint.sharding import local_part
 from headway.checkpoint.tensors import ShardReader, read_tensor_file
@@ -54,23 +57,42 @@ def read_tree(directory: Path, stem: str, manifest: Manifest) -> Any:
     return join_tree(encoded, tensors, what=str(path))
 
 
-def load_weights(
+@dataclass
+class LoadPlan:
+    """A checkpoint that fits what it is loaded into; nothing is changed yet."""
+
+    trainer_state: dict[str, Any] = field(default_factory=dict)
+    destinations: list[Destination] = field(default_factory=list)
+    """To be filled first."""
+    headers: dict[str, Header] = field(default_factory=dict)
+    """By name of a tensor file: the header from which this was planned."""
+    steps: list[Callable[[], None]] = field(default_factory=list)
+    """To be taken then, in this order."""
+
+    def add(self, reader: ShardReader, destinations: list[Destination]) -> None:
+        """Have tensors filled from the files of a reader."""
+        self.destinations += destinations
+        self.headers.update(reader.headers)
+
+
+def plan_weights(
     model: nn.Module,
     directory: Path,
     manifest: Manifest,
     *,
-    ranks: Ranks | None = None,
+    ranks: Ranks,
     elsewhere: Collection[str] = (),
-) -> None:
-    """Load the weights (and the modules' extra state) into a live model."""
+) -> LoadPlan:
+    """How to load the weights (and the modules' extra state) into a live model."""
     if "quantized" in manifest.metadata:
         raise CheckpointError(
             f"{directory} holds quantized weights, which a run's model cannot take; for evaluation "
             "put them into a model with load_checkpoint(directory, module)"
         )
-    reader = _open_shards(directory, "model", ranks or SoloRanks())
-    reader.fill(plan_model(collect_model(model), reader, elsewhere))
-    _load_extra(model, directory, manifest)
+    plan, reader = LoadPlan(), _open_shards(directory, "model", ranks)
+    plan.add(reader, plan_model(collect_model(model), reader, elsewhere))
+    plan.steps.append(lambda: _load_extra(model, directory, manifest))
+    return plan
 
 
 def _load_extra(model: nn.Module, directory: Path, manifest: Manifest) -> None:
@@ -78,7 +100,8 @@ def _load_extra(model: nn.Module, directory: Path, manifest: Manifest) -> None:
         load_extra_state(model, read_tree(directory, MODEL_EXTRA_STEM, manifest))
 
 
-def _load_tensors(
+def _plan_tensors(
+    plan: LoadPlan,
     contents: CheckpointContents,
     directory: Path,
     manifest: Manifest,
@@ -86,55 +109,51 @@ def _load_tensors(
     ranks: Ranks,
     elsewhere: Collection[str],
 ) -> None:
-    """The model's and the optimizer's share of `load_contents`; all must fit before any changes."""
+    """The model's and the optimizer's share of a plan."""
     live = collect_model(contents.model)
-    destinations, finish = [], None
     if "model" in wanted:
         if manifest.component("model") is None:
             raise CheckpointError(
                 f"{directory} holds no model; name the components to load to go without it"
             )
-        destinations += plan_model(live, _open_shards(directory, "model", ranks), elsewhere)
+        reader = _open_shards(directory, "model", ranks)
+        plan.add(reader, plan_model(live, reader, elsewhere))
+        plan.steps.append(lambda: _load_extra(contents.model, directory, manifest))
     if "optimizer" in wanted and contents.optimizer is not None:
         if manifest.component("optimizer") is None:
             raise CheckpointError(
                 f"{directory} holds no optimizer state; name the components to load to go "
                 "without it"
             )
-        plan = plan_optimizer(
+        reader = _open_shards(directory, "optimizer", ranks)
+        of_optimizer = plan_optimizer(
             contents.optimizer,
             live.names_by_id(),
             read_json_object(directory / OPTIMIZER_STATE_NAME),
-            _open_shards(directory, "optimizer", ranks),
+            reader,
             elsewhere,
         )
-        destinations += plan.destinations
-        finish = plan.finish
-    fill(destinations, num_readers(ranks.num_on_node))
-    if "model" in wanted:
-        _load_extra(contents.model, directory, manifest)
-    if finish is not None:
-        finish()
+        plan.add(reader, of_optimizer.destinations)
+        plan.steps.append(of_optimizer.finish)
 
 
 def _open_shards(directory: Path, prefix: str, ranks: Ranks) -> ShardReader:
     return ShardReader(directory, prefix, num_threads=num_readers(ranks.num_on_node))
 
 
-def load_contents(
+def plan_contents(
     contents: CheckpointContents,
     directory: Path,
     manifest: Manifest,
     *,
     components: Collection[str] | None = None,
-    ranks: Ranks | None = None,
+    ranks: Ranks,
     elsewhere: Collection[str] = (),
-) -> dict[str, Any]:
-    """Fill `contents` (or only the named `components`); returns the saved trainer state.
+) -> LoadPlan:
+    """How to fill `contents`, or only the named `components`.
 
     `elsewhere` names weights that other ranks hold and load.
     """
-    ranks = ranks or SoloRanks()
     contents.check_keys()
     known = {"model", "optimizer", *(component.key for component in contents.components)}
     wanted = known if components is None else set(components)
@@ -148,21 +167,22 @@ def load_contents(
     )
     if not isinstance(trainer_state, dict):
         raise CheckpointError(f"{directory / TRAINER_STATE_NAME} does not hold a state by name")
+    plan = LoadPlan(trainer_state)
     if wanted & {"model", "optimizer"}:
-        _load_tensors(contents, directory, manifest, wanted, ranks, elsewhere)
+        _plan_tensors(plan, contents, directory, manifest, wanted, ranks, elsewhere)
     # The generators last: restoring another component may draw random numbers.
     ordered = sorted(contents.components, key=lambda c: isinstance(c.stateful, RNGState))
-    for component in ordered:
-        if component.key in wanted:
-            _load_component(component, directory, manifest, ranks)
+    plan.steps += [
+        functools.partial(_load_component, component, directory, manifest, ranks)
+        for component in ordered
+        if component.key in wanted
+    ]
     unclaimed = {entry["key"] for entry in manifest.components} - known
     if unclaimed:
-        logger.warning(
-            "%s holds state that nothing in this run takes: %s",
-            directory,
-            ", ".join(sorted(unclaimed)),
-        )
-    return trainer_state
+        told = ", ".join(sorted(unclaimed))
+        text = "%s holds state that nothing in this run takes: %s"
+        plan.steps.append(lambda: logger.warning(text, directory, told))
+    return plan
 
 
 def held_elsewhere(model: nn.Module, ranks: Ranks) -> set[str]:
@@ -205,6 +225,9 @@ def _load_component(
             f"{entry['sharing_pattern']} in {directory}, which has no {wanted}"
         )
     try:
+        if isinstance(component.stateful, ParameterState):
+            component.stateful.load_from(_open_shards(directory, stem, ranks))
+            return
         if pattern is SharingPattern.SHARDED:
             state: Any = _read_sharded(component, _open_shards(directory, stem, ranks))
         else:
@@ -224,9 +247,6 @@ def _layout_difference(component: StateComponent, manifest: Manifest, ranks: Ran
     saved, now = manifest.topology, ranks.topology()
     match component.sharing_pattern:
         case SharingPattern.PER_RANK:
-        if isinstance(component.stateful, ParameterState):
-            component.stateful.load_from(_open_shards(directory, stem, ranks))
-            return
             then, here = saved.get("world_size", 1), ranks.world_size
             what = f"it was saved by {then} ranks, this run has {here}"
         case SharingPattern.PER_NODE:

@@ -24,7 +24,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headway.checkpoint.digest import DEFAULT_DIGEST
 from headway.checkpoint.errors import CheckpointError
-from headway.checkpoint.header import DTYPE_NAMES, StoredTensor, read_header
+from headway.checkpoint.header import (
+    DTYPE_NAMES,
+    Header,
+    StoredTensor,
+    read_header,
+)
 from headway.checkpoint.intake import Destination, fill, read
 from headway.checkpoint.jsonfile import read_json
 from headway.checkpoint.storage import DigestWriter, FileRecord, Storage, check_name
@@ -222,7 +227,7 @@ class ShardReader:
         self.directory = Path(directory)
         self.index_path = self.directory / index_name(prefix)
         self._num_threads = num_threads
-        self._headers: dict[str, dict[str, StoredTensor]] = {}
+        self._headers: dict[str, Header] = {}
         index = read_json(self.index_path)
         try:
             self.weight_map: dict[str, str] = dict(index["weight_map"])
@@ -243,12 +248,18 @@ class ShardReader:
             file_name = self.weight_map[name]
             if file_name not in self._headers:
                 self._headers[file_name] = read_header(self.directory / file_name)
-            if name not in self._headers[file_name]:
+            tensors = self._headers[file_name].tensors
+            if name not in tensors:
                 raise CheckpointError(
                     f"{self.directory / file_name} lacks {name!r}, which the index places there"
                 )
-            found[name] = self._headers[file_name][name]
+            found[name] = tensors[name]
         return found
+
+    @property
+    def headers(self) -> dict[str, Header]:
+        """By name of the file: the headers from which it is known where tensors lie."""
+        return self._headers
 
     def shapes(self, names: Collection[str] | None = None) -> dict[str, tuple[int, ...]]:
         """Shapes from the file headers, without reading values."""
@@ -285,7 +296,7 @@ def open_tensor_file(path: Path) -> Any:
 
 def read_tensor_file(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of one safetensors file, in memory of their own."""
-    return _read_together(read_header(path))
+    return _read_together(read_header(path).tensors)
 
 
 def read_shards(

@@ -18,6 +18,7 @@ from typing import Any
 
 from headway.args import TrainingArguments
 from headway.checkpoint import CheckpointError, CheckpointManager, Manifest, read_manifest
+from headway.checkpoint.errors import DamagedError
 from headway.checkpoint.jsonfile import read_json_object
 from headway.config.rules_values import LOADABLE
 from headway.config.snapshot import versions, write_json
@@ -69,7 +70,7 @@ def find_checkpoint(
     """What to resume from; None for a fresh start.
 
     A folder that holds only damaged checkpoints is an error: a fresh start beside them would
-    look like the run going on.
+    look like the run going on. Weights and optimizer are verified when they are loaded.
     """
     manager.clean_leftovers()
     if resume is False:
@@ -82,16 +83,32 @@ def find_checkpoint(
             )
         return None
     if resume is not True:
-        path = manager.resolve(resume)
+        path = manager.resolve(resume, verify_tensors=False)
         assert path is not None, "resolve raises for a path that is not there"
         return Found(path)
-    path, damaged = manager.find_intact()
+    path, damaged = manager.find_intact(verify_tensors=False)
     if damaged and (path is None or args.on_damaged_checkpoint == "stop"):
         way_out = "no older one is whole" if path is None else f"the newest whole one is {path}"
         raise CheckpointError("\n".join([*damaged, _advice(way_out)]))
     for problem in damaged:
         logger.warning("passing over a damaged checkpoint: %s", problem)
     return None if path is None else Found(path, damaged)
+
+
+def find_older(
+    manager: CheckpointManager, args: TrainingArguments, seed: int | None, error: DamagedError
+) -> Found:
+    """What to go on from after weights or optimizer of the newest were found damaged at the load.
+
+    The model and the order of the data are there already, made with `seed`.
+    """
+    found = find_checkpoint(manager, args, True)
+    if found is None:
+        raise error
+    if seed is not None and read_saved_seed(found.path) not in (None, seed):
+        way_out = f"the newest whole one, {found.path}, was saved with another seed"
+        raise CheckpointError("\n".join([*error.problems, _advice(way_out)])) from error
+    return found
 
 
 def _advice(way_out: str) -> str:

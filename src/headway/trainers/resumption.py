@@ -11,14 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.checkpoint import LoadedCheckpoint
+from headway.checkpoint import CheckpointManager, LoadedCheckpoint
 from headway.checkpoint.contents import OPTIMIZER_STATE_NAME
+from headway.checkpoint.errors import DamagedError
 from headway.checkpoint.jsonfile import read_json_object
 from headway.checkpoint.model import collect_model
 from headway.checkpoint.optimizer import find_regrouped
 from headway.optim.in_force import InForce
 from headway.trainers.overruled import Overruled, find_overruled, join_overruled
-from headway.trainers.resume import Found, make_report, wanted_components
+from headway.trainers.resume import Found, find_older, make_report, wanted_components
 
 if TYPE_CHECKING:
     from headway.trainers.trainer import Trainer
@@ -30,15 +31,28 @@ def resume_run(
     trainer: Trainer,
     found: Found,
     load: Callable[[Path, set[str] | None], LoadedCheckpoint],
+    others: CheckpointManager | None,
     *,
     config: dict[str, Any],
     fingerprints: dict[str, Any],
     step_samples: int,
 ) -> None:
-    """Load what was found, and tell, log and write what differs from the run that saved it."""
+    """Load what was found, and tell, log and write what differs from the run that saved it.
+
+    If its weights or optimizer turn out damaged, an older one of the `others` is loaded instead.
+    """
     wanted = wanted_components(trainer.args)
     configured = InForce.read(trainer.optimizer, trainer.lr_scheduler)
-    loaded = load(found.path, wanted)
+    loaded = None
+    while loaded is None:
+        try:
+            loaded = load(found.path, wanted)
+        except DamagedError as error:
+            if others is None:
+                raise
+            seed = trainer.state.seed if "trainer" in wanted else None
+            found = find_older(others, trainer.args, seed, error)
+            logger.info("resuming from %s", found.path)
     in_force = InForce.read(trainer.optimizer, trainer.lr_scheduler)
     report = make_report(
         found,

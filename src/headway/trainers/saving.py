@@ -74,7 +74,7 @@ class Saver:
         self._run_config = run_config
         self._loader: WindowLoader | None = None
         self._fingerprints: dict[str, Any] = {}
-        self._replaces = False
+        self._replaces = self._falls_back = False
         self.last_step: int | None = None
         """The step of the newest save begun, or of the checkpoint loaded."""
         self._held: PendingSave | None = None
@@ -122,6 +122,7 @@ class Saver:
             resume = ranks.share(resume)  # after a restart each rank asks its own disk
         found = find_checkpoint(self.manager, self._trainer.args, resume)
         self._replaces = resume is False
+        self._falls_back = resume is True
         if found is not None:
             logger.info("resuming from %s", found.path)
         return found
@@ -409,6 +410,7 @@ class Saver:
             self._trainer,
             found,
             self.load,
+            self.manager if self._falls_back else None,
             config=self._run_config,
             fingerprints=self._fingerprints,
             step_samples=self._loader.deal.window_samples,

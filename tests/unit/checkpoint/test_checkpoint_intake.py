@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from headway.checkpoint import CheckpointContents, CheckpointError, CheckpointManager, intake, jobs
+from headway.checkpoint import (
+    CheckpointContents,
+    CheckpointError,
+    CheckpointManager,
+    intake,
+    jobs,
+    one_pass,
+)
 from headway.checkpoint import digest as digest_module
 from headway.checkpoint.digest import digest_files
 from headway.checkpoint.intake import Destination
@@ -32,8 +39,9 @@ def in_small_pieces(monkeypatch):
     """Threads even for little, and so little at once that every tensor is cut."""
     monkeypatch.setattr(jobs, "_WORTH_THREADS_BYTES", 0)
     monkeypatch.setattr(intake, "_STRETCH_BYTES", 96)
-    monkeypatch.setattr(intake, "_MOST_BUFFERS", 3)
+    monkeypatch.setattr(digest_module, "_MOST_BUFFERS", 3)
     monkeypatch.setattr(digest_module, "PIECE_BYTES", 64)
+    monkeypatch.setattr(one_pass, "_PIECE_BYTES", 64)
 
 
 def random_tensor(dtype, *shape):
@@ -256,7 +264,7 @@ def test_one_changed_byte_in_any_file_changes_nothing_live(tmp_path, in_small_pi
             changed[place] ^= 1
             file.write_bytes(changed)
             with pytest.raises(CheckpointError, match=file.name):
-                manager.load(live, path)
+                manager.load(live, path, verify_first=True)
             assert all(torch.equal(a, b) for a, b in zip(before, values(live)))
         file.write_bytes(data)
     manager.load(live, path)
