@@ -52,6 +52,7 @@ def test_the_line_that_leaks_is_named(tmp_path: Path, caplog: pytest.LogCaptureF
     assert leak.traced == [False, False, True, True, True, True, True]
     at_4, at_6, at_7 = reports(tmp_path)
     assert at_4.startswith("host memory at step 4")
+    assert at_4.count("grown since") == 1 and at_4.count(f":{LINE}") == 1
     since_last, since_first = at_6.split("grown since step 2:")
     assert "grown since step 4:" in since_last
     for part, grown_kib in ((since_last, 200), (since_first, 400)):
@@ -59,6 +60,26 @@ def test_the_line_that_leaks_is_named(tmp_path: Path, caplog: pytest.LogCaptureF
         assert float(first.split()[0]) == pytest.approx(grown_kib, rel=0.05)
     assert at_7.startswith("host memory at step 7")  # the rest, at the end
     assert "host memory at step 4" in caplog.text
+
+
+def test_a_report_goes_through_all_blocks_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[str] = []
+    statistics = tracemalloc.Snapshot.statistics
+
+    def count(self: Any, kind: str, cumulative: bool = False) -> Any:
+        counted.append(kind)
+        return statistics(self, kind, cumulative)
+
+    monkeypatch.setattr(tracemalloc.Snapshot, "statistics", count)
+    for name in ("compare_to", "filter_traces"):
+        monkeypatch.delattr(tracemalloc.Snapshot, name)
+    callback = MallocTraceCallback(start_step=1, interval=2)
+    trainer = tiny_trainer(tmp_path, [Leak(), callback], max_steps=5)
+    trainer.train()
+    assert len(reports(tmp_path)) == 2 and len(counted) == 3
+    assert trainer.timing.aside_s > 0
 
 
 def test_tracing_ends_after_its_steps(tmp_path: Path) -> None:

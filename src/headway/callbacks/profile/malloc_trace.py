@@ -21,10 +21,10 @@ from headway.engine.state import TrainerControl, TrainerState
 logger = logging.getLogger(__name__)
 
 _MIB = 1024**2
-_NOT_OURS = (
-    tracemalloc.Filter(False, tracemalloc.__file__),
-    tracemalloc.Filter(False, __file__),
-)
+_OURS = (tracemalloc.__file__, __file__)
+
+# Bytes and blocks that are held, by the line (and its callers) that took them.
+Held = dict[tracemalloc.Traceback, tuple[int, int]]
 
 
 class MallocTraceCallback(TrainerCallback):
@@ -63,8 +63,8 @@ class MallocTraceCallback(TrainerCallback):
         self.start_step, self.interval, self.num_steps = start_step, interval, num_steps
         self.top, self.frames, self.ranks, self.enabled = top, frames, ranks, enabled
         self._is_chosen = self._is_on = self._owns_tracing = False
-        self._first: tracemalloc.Snapshot | None = None
-        self._last: tracemalloc.Snapshot | None = None
+        self._first: Held = {}
+        self._last: Held = {}
         self._began = self._reported = 0
         self._path = Path()
 
@@ -83,7 +83,9 @@ class MallocTraceCallback(TrainerCallback):
         if self._began == state.global_step:
             self._begin()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, trainer: Any
+    ) -> None:
         step = state.global_step
         if not self._is_on:
             if self._is_chosen and step == self._began:
@@ -91,7 +93,8 @@ class MallocTraceCallback(TrainerCallback):
             return
         last = self.num_steps is not None and step >= self._began + self.num_steps
         if last or (step - self._began) % self.interval == 0:
-            self._report(step, state.is_world_process_zero)
+            with trainer.timing.aside():
+                self._report(step, state.is_world_process_zero)
         if last:
             self._end()
 
@@ -111,28 +114,26 @@ class MallocTraceCallback(TrainerCallback):
         if self._owns_tracing:
             tracemalloc.start(self.frames)
         self._is_on, self._reported = True, self._began
-        self._first = self._last = _take()
+        self._first = self._last = self._take()
 
     def _end(self) -> None:
         if self._is_on and self._owns_tracing:
             tracemalloc.stop()
         self._is_chosen = self._is_on = self._owns_tracing = False
-        self._first = self._last = None
+        self._first = self._last = {}
 
     def _report(self, step: int, speaks: bool) -> None:
-        assert self._first is not None and self._last is not None, "taken when tracing began"
-        now = _take()
-        traced = sum(trace.size for trace in now.traces)
-        text = "\n".join(
-            [
-                f"host memory at step {step}: {traced / _MIB:.1f} MiB held by Python since step "
-                f"{self._began}, {peak_rss_bytes() / _MIB:.0f} MiB the most of the process",
-                f"grown since step {self._reported}:",
-                *self._lines(now, self._last),
-                f"grown since step {self._began}:",
-                *self._lines(now, self._first),
-            ]
-        )
+        now = self._take()
+        traced = sum(size for size, _ in now.values())
+        parts = [
+            f"host memory at step {step}: {traced / _MIB:.1f} MiB held by Python since step "
+            f"{self._began}, {peak_rss_bytes() / _MIB:.0f} MiB the most of the process",
+            f"grown since step {self._reported}:",
+            *self._lines(now, self._last),
+        ]
+        if self._reported != self._began:  # in the first report that is the same
+            parts += [f"grown since step {self._began}:", *self._lines(now, self._first)]
+        text = "\n".join(parts)
         self._last, self._reported = now, step
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
@@ -140,16 +141,25 @@ class MallocTraceCallback(TrainerCallback):
         if speaks:
             logger.info("%s", text)
 
-    def _lines(self, now: tracemalloc.Snapshot, before: tracemalloc.Snapshot) -> list[str]:
+    def _take(self) -> Held:
+        """What is held now. All blocks are gone through once, and only sums are kept."""
         kind = "lineno" if self.frames == 1 else "traceback"
-        grown = [change for change in now.compare_to(before, kind) if change.size_diff > 0]
+        return {
+            held.traceback: (held.size, held.count)
+            for held in tracemalloc.take_snapshot().statistics(kind)
+            if held.traceback[-1].filename not in _OURS
+        }
+
+    def _lines(self, now: Held, before: Held) -> list[str]:
+        grown = []
+        for where, (size, count) in now.items():
+            size_before, count_before = before.get(where, (0, 0))
+            if size > size_before:
+                grown.append((size - size_before, count - count_before, where))
+        grown.sort(key=lambda change: -change[0])
         lines = [
-            f"  {change.size_diff / 1024:+10.1f} KiB in {change.count_diff:+d} blocks  "
-            + " < ".join(f"{frame.filename}:{frame.lineno}" for frame in reversed(change.traceback))
-            for change in grown[: self.top]
+            f"  {size / 1024:+10.1f} KiB in {count:+d} blocks  "
+            + " < ".join(f"{frame.filename}:{frame.lineno}" for frame in reversed(where))
+            for size, count, where in grown[: self.top]
         ]
         return lines or ["  nothing"]
-
-
-def _take() -> tracemalloc.Snapshot:
-    return tracemalloc.take_snapshot().filter_traces(_NOT_OURS)
