@@ -209,6 +209,21 @@ def test_waiting_for_the_device_is_training_and_what_comes_after_is_not(time: Vi
     assert training.excluded_s == EVAL_S and not training.was_interrupted
 
 
+def test_what_another_rank_sets_aside_is_not_training_either(
+    tmp_path: Path, time: VirtualTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(measure: Any) -> Any:
+        own = measure()
+        # The other one wrote a trace while this one waited for it, in its second step.
+        return [own, [own[0], 20.0 if own[0] > 20 else 0.0, own[2]]]
+
+    monkeypatch.setattr(default_metrics, "on_all_ranks", ask)
+    seen = Seen()
+    work = Work(time, {2: STEP_S + 20.0})
+    make_trainer(tmp_path, time, [DefaultMetrics(), work, seen], max_steps=4).train()
+    assert {record["tok_per_sec"] for record in seen.logs if "tok_per_sec" in record} == {SPEED}
+
+
 @pytest.mark.parametrize("logging_steps", [1, 2, 3])
 def test_what_a_callback_sets_aside_is_not_training(
     tmp_path: Path, time: VirtualTime, logging_steps: int

@@ -14,10 +14,13 @@ from headway import TrainerCallback
 from headway.callbacks import GPUMemoryMonitorCallback, MemorySnapshotCallback, PeakMemory
 from headway.callbacks.watch.host_memory import GIB, peak_rss_bytes
 from headway.engine.state import TrainerControl, TrainerState
+from headway.engine.timing import LoopTiming
 from headway.errors import ConfigError
 from headway.testing import tiny_trainer
 
-CUDA = SimpleNamespace(strategy=SimpleNamespace(device=torch.device("cuda", 0)))
+CUDA = SimpleNamespace(
+    strategy=SimpleNamespace(device=torch.device("cuda", 0)), timing=LoopTiming()
+)
 
 
 class Writer:
@@ -240,7 +243,7 @@ def test_snapshots_at_steps_and_on_running_out(
     callback.on_train_begin(args, state, control, CUDA)
     for step in range(1, 6):
         state.global_step = step
-        callback.on_step_end(args, state, control)
+        callback.on_step_end(args, state, control, CUDA)
     callback.on_error(torch.OutOfMemoryError("full"))
     callback.on_close()
     assert calls == [
@@ -267,7 +270,7 @@ def test_other_errors_leave_no_snapshot_and_recording_ends(
     only_steps = MemorySnapshotCallback(steps=1, on_oom=False)
     only_steps.on_train_begin(args, state, control, CUDA)
     state.global_step = 1
-    only_steps.on_step_end(args, state, control)
+    only_steps.on_step_end(args, state, control, CUDA)
     assert calls[2:] == [("all", 100_000), "memory_snapshot_step1_rank0.pickle", None]
 
 
@@ -281,7 +284,7 @@ def test_a_snapshot_that_cannot_be_written_tells_why(
     callback = MemorySnapshotCallback(steps=1)
     callback.on_train_begin(args, state, control, CUDA)
     state.global_step = 1
-    callback.on_step_end(args, state, control)
+    callback.on_step_end(args, state, control, CUDA)
     assert "could not be written" in caplog.text and "FileExistsError" in caplog.text
 
 

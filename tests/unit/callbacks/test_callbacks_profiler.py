@@ -14,8 +14,11 @@ import torch
 
 from headway import TrainerCallback
 from headway.callbacks import ProfilerCallback
+from headway.callbacks.profile import profiler, trace_files
 from headway.callbacks.profile.rank_choice import is_chosen
+from headway.engine import timing
 from headway.engine.state import TrainerControl, TrainerState
+from headway.engine.timing import LoopTiming
 from headway.errors import ConfigError
 from headway.strategies.pipeline.layout import Layout
 from headway.testing import tiny_trainer
@@ -62,6 +65,44 @@ def test_one_window(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "aten::" in tables and "own time on the host" in tables
     assert "profile of steps 3 to 4" in caplog.text and "own time on the host" in caplog.text
     assert not [p for p in (tmp_path / FOLDER).iterdir() if p.name.startswith(".")]
+
+
+def test_opening_and_writing_are_no_part_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(timing, "clock", lambda: now[0])
+
+    def slow(call: Any, seconds: float) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            now[0] += seconds
+            return call(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(profiler, "write_trace", slow(profiler.write_trace, 30.0))
+    monkeypatch.setattr(profiler, "make_tables", slow(profiler.make_tables, 10.0))
+    callback = ProfilerCallback(start_step=1, num_steps=1, **FAST)
+    monkeypatch.setattr(callback, "_open", slow(callback._open, 2.0))
+    trainer = tiny_trainer(tmp_path, [callback], max_steps=4)
+    trainer.train()
+    assert trainer.timing.aside_s == 42.0
+
+
+def test_tables_hold_operations_and_no_lines_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = torch.nn.Linear(4, 4)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True
+    ) as made:
+        layer(torch.ones(1, 4))
+    assert any(".py(" in event.key for event in made.key_averages())
+    tables = trace_files.make_tables(made, has_cuda=False, num_rows=500)
+    assert "aten::linear" in tables
+    assert ".py(" not in tables and "built-in" not in tables and "nn.Module" not in tables
+    # Nor is training held up for minutes by a trace of very many events.
+    monkeypatch.setattr(trace_files, "MOST_EVENTS", 2)
+    tables = trace_files.make_tables(made, has_cuda=False, num_rows=500)
+    assert tables.startswith("no tables: the trace holds") and "fewer steps" in tables
 
 
 def test_a_schedule_repeats(tmp_path: Path) -> None:
@@ -167,7 +208,8 @@ def test_other_ranks_than_the_chosen_do_nothing(tmp_path: Path) -> None:
     args = SimpleNamespace(process_index=0, world_size=2, output_dir=str(tmp_path / "out"))
     strategy = SimpleNamespace(device=torch.device("cpu"))
     state, control = TrainerState(), TrainerControl()
-    callback.on_train_begin(args, state, control, SimpleNamespace(strategy=strategy))
+    trainer = SimpleNamespace(strategy=strategy, timing=LoopTiming())
+    callback.on_train_begin(args, state, control, trainer)
     callback.on_step_begin(args, state, control)
     assert not profiling()
 

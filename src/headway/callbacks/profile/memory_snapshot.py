@@ -93,12 +93,15 @@ class MemorySnapshotCallback(TrainerCallback):
         if chosen:
             self._history.start()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, trainer: Any
+    ) -> None:
         if not self._history.is_on:
             return
         self._step = state.global_step
         if self._step in self.steps:
-            self._history.write(self._path("step"))
+            with trainer.timing.aside():
+                self._history.write(self._path("step"))
         if not self.on_oom and self._step >= max(self.steps):
             self._history.stop()
 

@@ -17,6 +17,7 @@ from headway.callbacks.profile.trace_files import make_tables, write_trace
 from headway.callbacks.watch.ranges import require_count, require_flag, require_name
 from headway.engine.events import TrainerCallback
 from headway.engine.state import TrainerControl, TrainerState
+from headway.engine.timing import LoopTiming
 from headway.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class ProfilerCallback(TrainerCallback):
         self._parts = self._make_parts(0)
         self._cycles_done = 0
         self._profiler: Any = None
+        self._timing = LoopTiming()
         self._opens_at: int | None = None
         """Steps done when the profiler is to be made; None: not, or not any more."""
         self._folder = Path()
@@ -132,6 +134,7 @@ class ProfilerCallback(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, trainer: Any
     ) -> None:
         self._opens_at, self._writes_empty = None, True
+        self._timing = trainer.timing
         if not self.enabled:
             return
         chosen = is_chosen(self.ranks, args, trainer.strategy)
@@ -198,16 +201,18 @@ class ProfilerCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         if self._opens_at is not None and state.global_step >= self._opens_at:
             self._opens_at = None
-            self._open(state.global_step)
+            with self._timing.aside():  # the first time, torch looks for the device's tracer
+                self._open(state.global_step)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         if self._profiler is None:
             return
         self._step = state.global_step
-        self._profiler.step()
-        cycles = self._parts["repeat"]
-        if cycles and self._cycles_done >= cycles:
-            self._close()
+        with self._timing.aside():  # writing a trace may take longer than many steps
+            self._profiler.step()
+            cycles = self._parts["repeat"]
+            if cycles and self._cycles_done >= cycles:
+                self._close()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         waits = self._opens_at is not None or self._profiler is not None

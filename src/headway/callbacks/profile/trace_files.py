@@ -8,9 +8,14 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
+
+MOST_EVENTS = 500_000
+"""Of which tables are made: that takes a tenth of a millisecond each, and training waits."""
+_PYTHON = re.compile(r"<built-in |nn\.Module: |.*\.pyx?\(\d+\): ")
 
 
 def write_trace(profiler: Any, folder: Path, rank: int, step: int, *, compress: bool) -> Path:
@@ -38,8 +43,18 @@ def write_trace(profiler: Any, folder: Path, rank: int, step: int, *, compress: 
 
 
 def make_tables(profiler: Any, *, has_cuda: bool, num_rows: int) -> str:
-    """The operations that took longest, by their own time on the device and on the host."""
+    """The operations that took longest, by their own time on the device and on the host.
+
+    Lines of Python, which `with_stack` records, are left to the trace: they would fill the tables.
+    """
+    num_events = _count_events(profiler)
+    if num_events > MOST_EVENTS:
+        return (
+            f"no tables: the trace holds {num_events:,} events and reading so many takes minutes; "
+            f"up to {MOST_EVENTS:,} are read, so profile fewer steps, or without stacks\n"
+        )
     averages = profiler.key_averages()
+    averages[:] = [one for one in averages if not _PYTHON.match(one.key)]
     keys = [("host", "self_cpu_time_total")]
     if has_cuda:
         keys.insert(0, ("device", "self_device_time_total"))
@@ -48,6 +63,11 @@ def make_tables(profiler: Any, *, has_cuda: bool, num_rows: int) -> str:
         + averages.table(sort_by=key, row_limit=num_rows)
         for where, key in keys
     )
+
+
+def _count_events(profiler: Any) -> int:
+    results = getattr(getattr(profiler, "profiler", None), "kineto_results", None)
+    return 0 if results is None else len(results.events())
 
 
 def _free_name(folder: Path, stem: str, suffix: str) -> Path:

@@ -38,7 +38,7 @@ class DefaultMetrics(TrainerCallback):
         self._steps_to_skip = 0
         self._own_peak: float | None = None
         self._since_s: float | None = None
-        self._excluded_s = 0.0
+        self._elsewhere_s = self._aside_s = 0.0
         self._tokens, self._flos = 0, 0.0
 
     def on_train_begin(
@@ -115,15 +115,19 @@ class DefaultMetrics(TrainerCallback):
 
         def measure() -> list[float]:
             assert self._since_s is not None, "looked at before"
-            excluded_s = self._time.excluded_s - self._excluded_s
+            elsewhere_s = self._time.elsewhere_s - self._elsewhere_s
             wall_s = self._time.moment_s() - self._since_s
-            return [wall_s - excluded_s, self._own_peak or 0.0]
+            aside_s = self._time.aside_s - self._aside_s
+            return [wall_s - elsewhere_s, aside_s, self._own_peak or 0.0]
 
         measured = on_all_ranks(measure)
-        peaks = [peak for _, peak in measured]
+        peaks = [peak for *_, peak in measured]
         peak = self.peak_hardware_flops or (sum(peaks) if all(peaks) else None)
-        return max(seconds for seconds, _ in measured), peak
+        # Whoever sets time aside keeps the others waiting.
+        aside_s = max(aside_s for _, aside_s, _ in measured)
+        return max(seconds for seconds, *_ in measured) - aside_s, peak
 
     def _mark(self, state: TrainerState) -> None:
-        self._since_s, self._excluded_s = self._time.moment_s(), self._time.excluded_s
+        self._since_s = self._time.moment_s()
+        self._elsewhere_s, self._aside_s = self._time.elsewhere_s, self._time.aside_s
         self._tokens, self._flos = state.num_input_tokens_seen, state.total_flos

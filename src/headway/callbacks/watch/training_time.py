@@ -46,10 +46,20 @@ class TrainingTime:
     @property
     def excluded_s(self) -> float:
         """All that was not training so far."""
+        return self.elsewhere_s + self.aside_s
+
+    @property
+    def elsewhere_s(self) -> float:
+        """What all ranks did together that was not training."""
+        return self._elsewhere_s
+
+    @property
+    def aside_s(self) -> float:
+        """What callbacks of this rank set aside besides; the others may have waited for it."""
         aside_s = self._loop.aside_s
         if self._interrupted_s is not None:
             aside_s = self._aside_at_interruption_s
-        return self._elsewhere_s + max(0.0, aside_s - self._aside_not_counted_s)
+        return max(0.0, aside_s - self._aside_not_counted_s)
 
     @property
     def fetch_s(self) -> float:
