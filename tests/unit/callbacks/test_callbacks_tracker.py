@@ -183,6 +183,25 @@ def test_a_service_that_is_away_at_first_gets_everything_later(
     assert "no route" in caplog.text and "tried again" in caplog.text
 
 
+def test_a_package_whose_import_failed_halfway_is_imported_afresh(tmp_path, monkeypatch) -> None:
+    part = f"{Memory.__name__}_half.part"
+
+    class Half(Memory):
+        def open_run(self, facts) -> None:
+            if not self.opened:
+                self.opened.append(facts)
+                sys.modules[part] = sys
+                raise SystemError("an import was cut off")
+            assert part not in sys.modules
+            self.opened.append(facts)
+
+    tracker = Half()
+    tracker.package = part.partition(".")[0]
+    monkeypatch.setattr(tracker._closing, "wait", lambda s: None)
+    _train(tmp_path, [tracker])
+    assert len(tracker.opened) == 2 and tracker.endings[0].label == "completed"
+
+
 def test_a_service_that_stays_away_costs_a_warning_and_not_the_run(tmp_path, caplog) -> None:
     tracker = Memory(fail_to_open=10**9)
     with caplog.at_level(logging.WARNING):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import sys
 import threading
 import traceback
 import urllib.request
@@ -288,6 +289,7 @@ class Tracker(TrainerCallback, ABC):
                     type(error).__name__,
                     error,
                 )
+                _forget_half_import(self.package)
                 self._closing.wait(wait_s)
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
@@ -310,6 +312,16 @@ class Tracker(TrainerCallback, ABC):
             call()
 
         self._sender.submit(run, must_arrive=must_arrive)
+
+
+def _forget_half_import(package: str) -> None:
+    """An import that failed leaves parts of a package, with which the next one would fail too.
+
+    Python 3.11 fails one now and then while another thread compiles something.
+    """
+    if package not in sys.modules:
+        for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
+            sys.modules.pop(name, None)
 
 
 def ask_json(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
