@@ -47,6 +47,7 @@ def test_a_run_and_its_resume_are_one_run_without_a_gap(tmp_path, capsys, caplog
     again = TrackioCallback(**options)
     tiny_trainer(tmp_path, [again], resume_from_checkpoint=True, **common).train()
     assert capsys.readouterr().out == "" and "Trackio project initialized" in caplog.text
+    assert "\x1b" not in caplog.text
 
     from trackio.utils import TRACKIO_DIR
 

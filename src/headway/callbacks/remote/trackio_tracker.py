@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from headway.callbacks.remote.tracker import Ending, RunFacts, Tracker, text_or_
 logger = logging.getLogger(__name__)
 
 RESUMED = "headway/resumed_from_step"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class TrackioCallback(Tracker):
@@ -131,4 +133,4 @@ def _print(*words: object, **options: Any) -> None:
     if threading.current_thread() is threading.main_thread():
         print(*words, **options)
     else:
-        logger.info("%s", " ".join(map(str, words)).strip("* "))
+        logger.info("%s", _COLOURS.sub("", " ".join(map(str, words))).strip("* "))
