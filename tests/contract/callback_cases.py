@@ -180,6 +180,16 @@ CASES: dict[str, Case] = {
         changes_run=True,
     ),
     # save: averages
+    "CheckpointerCallback": Case(
+        {"save_interval": 2, "ephemeral_save_interval": 1},
+        writes=("checkpoint-0/config.json", "checkpoint-4/config.json"),
+        records=("checkpoint/save_wait_s",),
+    ),
+    "HFConverterCallback": Case(
+        {"tokenizer_id": "bytes"}, writes=("checkpoint-4-hf/model.safetensors.index.json",)
+    ),
+    # Of two that decide about saves, one has to stand back.
+    "ListCheckpointerCallback": Case({"save_steps": [2], "enabled": False}),
     "EMACallback": Case(
         {"decay": 0.9, "export": True}, writes=("checkpoint-4-ema/checkpoint_manifest.json",)
     ),

@@ -339,7 +339,7 @@ def test_a_missing_package_is_told_with_the_extra_that_brings_it(
 ) -> None:
     package = CASES[name].package
     monkeypatch.setitem(sys.modules, package, None)
-    extra = {"comet_ml": "comet"}.get(str(package), package)
+    extra = {"comet_ml": "comet", "lm_eval": "lm-eval"}.get(str(package), package)
     with pytest.raises(ConfigError, match=rf"{package}.*\[{extra}\]"):
         callback_classes()[name](**CASES[name].arguments("", ""))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from callback_cases import CASES, callback_classes, is_there, need, other_exports
+from callback_cases import CASES, callback_classes, config_classes, is_there, need, other_exports
 from callback_lives import (
     LAST_STEP,
     Life,
@@ -27,11 +27,12 @@ from callback_lives import (
     run_file,
 )
 
-from headway import TrainerCallback
+from headway import CallbackConfig, TrainerCallback
 from headway.config import load_run
 from headway.config.components import instantiate
 from headway.config.registry import short_names
 from headway.config.schema import Component
+from headway.data.tokens import TokenFileWriter
 from headway.engine.events import EVENTS
 from headway.testing import assert_no_import, count_host_syncs, run_ranks
 from headway.trainers.from_config import build_callbacks, build_trainer
@@ -88,7 +89,8 @@ def test_every_callback_has_a_case() -> None:
     assert sorted(CASES) == NAMES, "the table of cases and what the library exports differ"
     assert {group_of(name) for name in NAMES} == set(GROUPS)
     assert all(isfunction(value) for value in other_exports().values())
-    assert sorted(short_names("callbacks")) == NAMES, "a run file can make callbacks alone"
+    assert sorted(short_names("callbacks")) == sorted([*NAMES, *config_classes()])
+    assert sorted(CONFIGS) == sorted(config_classes())
 
 
 def test_importing_them_imports_neither_torch_nor_a_service() -> None:
@@ -112,6 +114,30 @@ def test_a_run_file_makes_it_by_its_short_name(name: str, tmp_path: Path, offlin
         trainer = build_trainer(run)
         expected = "mine" if isinstance(callbacks, dict) else type(callback).__name__
         assert list(trainer.callbacks) == [expected]
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "DownstreamEvaluatorCallbackConfig": {"tasks": ["everyday"]},
+    "LMEvaluatorCallbackConfig": {"eval_dataset": {"kite": "kite.hwt"}, "sequence_length": 8},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_run_file_makes_what_a_configuration_is_built_to(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with TokenFileWriter("kite.hwt") as writer:
+        writer.add_document(list(range(30)))
+    given = {"class_path": name, "init_args": {**CONFIGS[name], "eval_interval": 2}}
+    trainer = build_trainer(load_run(run_file(tmp_path, {"mine": given})))
+    assert list(trainer.callbacks) == ["mine"]
+    assert not isinstance(trainer.callbacks["mine"], CallbackConfig)
+    trainer.train()
+    steps = [r["step"] for r in trainer.state.log_history if any("eval/" in key for key in r)]
+    assert steps == [2, 4]
+    off = {**given, "init_args": {**given["init_args"], "enabled": False}}
+    assert build_trainer(load_run(run_file(tmp_path, {"mine": off}))).callbacks == {}
 
 
 @pytest.mark.parametrize("name", NAMES)

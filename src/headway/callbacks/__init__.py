@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from headway.callbacks.evaluate.downstream_evaluator import DownstreamEvaluator
     from headway.callbacks.evaluate.evaluator import Evaluator
     from headway.callbacks.evaluate.evaluator_callback import EvaluatorCallback
+    from headway.callbacks.evaluate.harness import LMHarnessCallback
     from headway.callbacks.evaluate.lm_config import LMEvaluatorCallbackConfig
     from headway.callbacks.evaluate.lm_evaluator import LMEvaluator
     from headway.callbacks.guard.divergence import DivergenceDetector
@@ -35,17 +36,17 @@ if TYPE_CHECKING:
     from headway.callbacks.remote.trackio_tracker import TrackioCallback
     from headway.callbacks.remote.wandb_tracker import WandBCallback
     from headway.callbacks.remote.webhook import WebhookCallback
-    from headway.callbacks.save.ema import EMACallback
     from headway.callbacks.save.checkpointer import CheckpointerCallback
-    from headway.callbacks.save.merge_windows import (
+    from headway.callbacks.save.ema import EMACallback
     from headway.callbacks.save.hf_converter import HFConverterCallback
     from headway.callbacks.save.list_checkpointer import ListCheckpointerCallback
+    from headway.callbacks.save.merge_windows import (
         compute_merge_steps_from_decay_schedule,
         compute_merge_window_starts,
     )
     from headway.callbacks.save.model_merge import ModelMergeCallback
-    from headway.callbacks.schedule.batch_size import BatchSizeSchedulerCallback
     from headway.callbacks.save.removal import CheckpointRemovalStrategy
+    from headway.callbacks.schedule.batch_size import BatchSizeSchedulerCallback
     from headway.callbacks.schedule.freeze import FreezeCallback
     from headway.callbacks.schedule.qat_switch import QATSwitchCallback
     from headway.callbacks.schedule.sequence_length import SequenceLengthSchedulerCallback
@@ -63,9 +64,9 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchSizeSchedulerCallback",
     "BeakerCallback",
-    "CometCallback",
     "CheckpointRemovalStrategy",
     "CheckpointerCallback",
+    "CometCallback",
     "CometNotificationSetting",
     "ConfigSaverCallback",
     "ConsoleLoggerCallback",
@@ -81,14 +82,14 @@ __all__ = [
     "GAPMonitorCallback",
     "GPUMemoryMonitorCallback",
     "GradNormLogger",
-    "InfoCallback",
     "HFConverterCallback",
+    "InfoCallback",
     "JsonLogger",
     "LMEvaluator",
     "LMEvaluatorCallbackConfig",
-    "MLflowCallback",
     "LMHarnessCallback",
     "ListCheckpointerCallback",
+    "MLflowCallback",
     "MallocTraceCallback",
     "MemorySnapshotCallback",
     "MetricSaverCallback",
@@ -135,6 +136,7 @@ __getattr__, __dir__ = lazy_exports(
         "evaluate.downstream_evaluator": ("DownstreamEvaluator",),
         "evaluate.evaluator": ("Evaluator",),
         "evaluate.evaluator_callback": ("EvaluatorCallback",),
+        "evaluate.harness": ("LMHarnessCallback",),
         "evaluate.lm_config": ("LMEvaluatorCallbackConfig",),
         "evaluate.lm_evaluator": ("LMEvaluator",),
         "guard.divergence": ("DivergenceDetector",),
@@ -159,18 +161,18 @@ __getattr__, __dir__ = lazy_exports(
         "remote.trackio_tracker": ("TrackioCallback",),
         "remote.wandb_tracker": ("WandBCallback",),
         "remote.webhook": ("WebhookCallback",),
-        "save.ema": ("EMACallback",),
-        "save.merge_windows": (
         "save.checkpointer": ("CheckpointerCallback",),
-            "compute_merge_steps_from_decay_schedule",
+        "save.ema": ("EMACallback",),
         "save.hf_converter": ("HFConverterCallback",),
         "save.list_checkpointer": ("ListCheckpointerCallback",),
+        "save.merge_windows": (
+            "compute_merge_steps_from_decay_schedule",
             "compute_merge_window_starts",
         ),
         "save.model_merge": ("ModelMergeCallback",),
+        "save.removal": ("CheckpointRemovalStrategy",),
         "schedule.batch_size": ("BatchSizeSchedulerCallback",),
         "schedule.freeze": ("FreezeCallback",),
-        "save.removal": ("CheckpointRemovalStrategy",),
         "schedule.qat_switch": ("QATSwitchCallback",),
         "schedule.sequence_length": ("SequenceLengthSchedulerCallback",),
         "watch.default_metrics": ("DefaultMetrics",),
