@@ -447,14 +447,11 @@ class Trainer(Registration, Recording, RunRequests, Checkpointing, Evaluation, L
         if self.bus.stopped_by is not None:
             logger.info("stopped by %s in %s (%s)", *self.bus.stopped_by)
         loss = loop.delivery.mean_loss
-        assert self.strategy is not None
-        accumulation = self.bus.kwargs["train_dataloader"].deal.accumulation
-        num_shares = self.strategy.data_shard().world_size
         summary = start.summary(
             self.state,
             loss=loss,
             num_samples=loop.stepper.num_samples,
-            batch_size=self.args.per_device_train_batch_size * accumulation * num_shares,
+            batch_size=self.bus.kwargs["train_dataloader"].deal.window_samples,
         )
         self.log(dict(summary))
         return TrainOutput(self.state.global_step, loss, summary, loop.interrupted_by)
