@@ -22,6 +22,7 @@ from headway.trainers.overruled import Overruled, find_overruled, join_overruled
 from headway.trainers.resume import Found, find_older, make_report, wanted_components
 
 if TYPE_CHECKING:
+    from headway.data.loader import WindowLoader
     from headway.trainers.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def resume_run(
     *,
     config: dict[str, Any],
     fingerprints: dict[str, Any],
-    step_samples: int,
+    loader: WindowLoader,
 ) -> None:
     """Load what was found, and tell, log and write what differs from the run that saved it.
 
@@ -70,7 +71,9 @@ def resume_run(
         ),
     )
     report.log()
-    _compare_steps(trainer, loaded.trainer_state.get("samples_per_step"), step_samples)
+    # Not earlier: with what was loaded a schedule may have changed the batch.
+    now = loader.deal.window_samples
+    _compare_steps(trainer, loaded.trainer_state.get("samples_per_step"), now)
     if trainer.env.rank == 0:
         report.write(trainer.args.output_dir)
 

@@ -413,7 +413,7 @@ class Saver:
             self.manager if self._falls_back else None,
             config=self._run_config,
             fingerprints=self._fingerprints,
-            step_samples=self._loader.deal.window_samples,
+            loader=self._loader,
         )
 
     def rollback(self, request: RollbackRequest) -> None:

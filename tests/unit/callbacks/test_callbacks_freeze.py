@@ -33,12 +33,14 @@ class History(TrainerCallback):
     def __init__(self) -> None:
         self.weights: list[dict[str, torch.Tensor]] = []
         self.graded: list[set[str]] = []
+        self.required: list[set[str]] = []
 
     def on_train_begin(self, trainer: Any) -> None:
         self.weights.append(weights_of(trainer))
 
     def on_gradients(self, model: Any) -> None:
         self.graded.append({n for n, p in model.named_parameters() if p.grad is not None})
+        self.required.append({n for n, p in model.named_parameters() if p.requires_grad})
 
     def on_step_end(self, trainer: Any) -> None:
         self.weights.append(weights_of(trainer))
@@ -118,6 +120,7 @@ def test_gradual_unfreezing_with_several_callbacks(tmp_path: Path) -> None:
     names = set(history.weights[0])
     expected = [names - both] * 2 + [names - first] * 2 + [names] * 2
     assert [history.moved(step) for step in range(1, STEPS + 1)] == expected
+    assert history.required == expected
     assert all(p.requires_grad for p in trainer.model.parameters())
 
 
