@@ -1,7 +1,7 @@
 """The training arguments: one keyword-only dataclass per trainer, a docstring under each field.
 
-Owns: fields, types, defaults. Does not own: the rules between them (config/rules), what is not
-available yet (config/pending), conversion and checking (config/arguments).
+Owns: fields, types, defaults. Does not own: the rules between them (config/rules), conversion and
+checking (config/arguments).
 """
 
 from __future__ import annotations

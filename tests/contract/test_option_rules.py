@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from headway import args as headway_args
-from headway.config import pending, rules, rules_values
+from headway.config import rules, rules_values
 from headway.config.fields import all_options, doc_of, run_keys
 from headway.errors import ConfigError
 
@@ -211,7 +211,7 @@ def broken_numbers(args):
 def test_a_broken_rule_is_told(number, trainer, options, message):
     args = make(trainer, options)
     with pytest.raises(ConfigError, match=message):
-        args.validate(check_pending=False)
+        args.validate()
     assert number in broken_numbers(args)
 
 
@@ -258,7 +258,7 @@ def test_every_number_of_the_reference_is_in_the_table():
     ],
 )  # fmt: skip
 def test_allowed_combinations(trainer, options):
-    make(trainer, options).validate(check_pending=False)
+    make(trainer, options).validate()
 
 
 @pytest.mark.parametrize(
@@ -270,10 +270,10 @@ def test_allowed_combinations(trainer, options):
 )
 def test_rules_that_only_warn(trainer, options, message):
     with pytest.warns(UserWarning, match=message):
-        make(trainer, options).validate(check_pending=False)
+        make(trainer, options).validate()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make("single", options).validate(check_pending=False)
+        make("single", options).validate()
 
 
 @pytest.mark.parametrize(
@@ -291,25 +291,10 @@ def test_rules_that_only_warn(trainer, options, message):
 )  # fmt: skip
 def test_options_without_effect_are_told(options, message, cure):
     with pytest.warns(UserWarning, match=message):
-        make("single", options).validate(check_pending=False)
+        make("single", options).validate()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make("single", {**options, **cure}).validate(check_pending=False)
-
-
-def test_every_pending_option_is_known_and_refused():
-    options = all_options()
-    for option in pending.PENDING:
-        assert option in options
-        assert options[option].pending
-
-
-def test_a_pending_option_is_refused_once(monkeypatch):
-    monkeypatch.setitem(pending.PENDING, "report_to", "experiment trackers")
-    args = make("ddp", {"report_to": ["wandb"]})
-    with pytest.raises(ConfigError, match="report_to is not available yet") as caught:
-        args.validate()
-    assert len(caught.value.problems) == 1
+        make("single", {**options, **cure}).validate()
 
 
 def test_every_option_is_documented():

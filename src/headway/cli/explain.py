@@ -28,8 +28,6 @@ def run(options: argparse.Namespace) -> int:
     out.write(f"  type     {facts.type}\n")
     out.write(f"  default  {facts.default!r}\n")
     out.write(f"  class    {', '.join(facts.classes)}\n")
-    if facts.pending:
-        out.write(f"  status   not available yet: it comes with {facts.pending}\n")
     if facts.rules:
         out.write("\n  rules\n")
     for rule in facts.rules:

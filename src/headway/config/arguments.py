@@ -1,7 +1,7 @@
 """What every argument class does: conform and fill in its fields, check its rules, become a dict.
 
 Owns: `Arguments`, the base of the classes in `headway.args`. Does not own: the fields (args), nor
-the rules themselves (rules), nor the list of options that are not available yet (pending).
+the rules themselves (rules).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from headway.config import pending, rules
+from headway.config import rules
 from headway.config.secrets import names_secret
 from headway.config.typecheck import Problem, conform_fields, field_types, unknown_keys
 from headway.errors import ConfigError
@@ -35,9 +35,9 @@ class Arguments:
         fill_in(self)
         self.validate()
 
-    def validate(self, *, check_pending: bool = True) -> None:
+    def validate(self) -> None:
         """Check every rule; raise one ConfigError that lists all that are broken."""
-        problems = find_problems(self, check_pending=check_pending)
+        problems = find_problems(self)
         if problems:
             raise ConfigError([problem.message for problem in problems])
         self._warn()
@@ -83,22 +83,14 @@ class Arguments:
         }
 
 
-def find_problems(args: Arguments, *, check_pending: bool = True) -> list[Problem]:
-    """Wrong types, broken rules and options not available yet, in that order."""
+def find_problems(args: Arguments) -> list[Problem]:
+    """Wrong types and broken rules, in that order."""
     problems = conform_fields(args)
     mistyped = {option for problem in problems for option in problem.options}
-    broken = rules.find_broken(args, skip=mistyped)
-    problems += broken
-    if check_pending:
-        # A value that is refused anyway is not one to wait for.
-        refused = {problem.options[0] for problem in broken if problem.options}
-        problems += pending.find_pending(args, skip=mistyped | refused)
-    return problems
+    return problems + rules.find_broken(args, skip=mistyped)
 
 
-def collect(
-    cls: type[Any], given: Mapping[str, Any], *, check_pending: bool = True
-) -> tuple[Any, list[Problem]]:
+def collect(cls: type[Any], given: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
     """An instance from a mapping with every problem found; None where there are problems."""
     if not isinstance(given, Mapping):
         return None, [Problem((), f"arguments must be a mapping, got {type(given).__name__}")]
@@ -116,11 +108,7 @@ def collect(
     problems += conform_fields(instance)
     fill_in(instance)
     seen = {problem.options for problem in problems}
-    problems += [
-        problem
-        for problem in find_problems(instance, check_pending=check_pending)
-        if problem.options not in seen
-    ]
+    problems += [problem for problem in find_problems(instance) if problem.options not in seen]
     return (None if problems else instance), problems
 
 

@@ -15,7 +15,6 @@ from typing import Any
 from headway import args as argument_module
 from headway.config import schema
 from headway.config.components import load_target
-from headway.config.pending import PENDING
 from headway.config.registry import BUILT_FROM, DEFAULT_MODEL, resolve_name
 from headway.config.rules import Rule, defaults, rules_of
 from headway.config.typecheck import describe, field_types
@@ -47,7 +46,6 @@ class OptionFacts:
     meaning: str
     classes: tuple[str, ...]
     rules: tuple[Rule, ...]
-    pending: str | None
 
     def as_dict(self) -> dict[str, Any]:
         """The facts as plain values."""
@@ -67,7 +65,6 @@ class OptionFacts:
                 }
                 for rule in self.rules
             ],
-            "pending": self.pending,
         }
 
 
@@ -175,5 +172,4 @@ def _facts(cls: type, field: str, name: str, classes: tuple[str, ...]) -> Option
         meaning=doc_of(cls, field),
         classes=classes,
         rules=tuple(rules_of(name)),
-        pending=PENDING.get(name, PENDING.get(name.split(".")[0])),
     )

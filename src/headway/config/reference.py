@@ -9,15 +9,13 @@ import sys
 from typing import Any
 
 from headway.config.fields import ARGUMENT_CLASSES, NESTED_CLASSES, all_options, own_fields
-from headway.config.pending import PENDING
 from headway.config.rules import all_rules
 
 _HEAD = """# Options
 
 This page is generated from the dataclasses in `headway.args`; do not edit it.
 Write it anew with `python -m headway.config.reference > docs/options.md`.
-`headway explain OPTION` prints one entry. A dagger (†) marks an option whose engine is not there
-yet: setting it to anything but its default is an error that says so.
+`headway explain OPTION` prints one entry.
 """
 
 
@@ -43,9 +41,8 @@ def render_options() -> str:
 def _table(facts: list[Any]) -> str:
     lines = ["| Option | Type | Default | Meaning |", "|---|---|---|---|"]
     for fact in facts:
-        mark = " †" if fact.name.split(".")[0] in PENDING else ""
         default = "its defaults" if fact.name in NESTED_CLASSES else f"`{fact.default!r}`"
-        lines.append(f"| `{fact.name}`{mark} | {fact.type} | {default} | {fact.meaning} |")
+        lines.append(f"| `{fact.name}` | {fact.type} | {default} | {fact.meaning} |")
     return "\n".join(lines) + "\n"
 
 
