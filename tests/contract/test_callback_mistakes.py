@@ -249,6 +249,32 @@ WRONG += [
     *each("StepSkipRange", "stop", (*WHOLE, 3, 5), start=5),
 ]
 WRONG += [
+    *each("CheckpointerCallback", "save_interval", (0, -1, "0s", "5 parsecs", True)),
+    *each("CheckpointerCallback", "ephemeral_save_interval", (0, -1, "soon", True)),
+    ("CheckpointerCallback", {"ephemeral_save_interval": 250}, ("ephemeral_save_interval", 250)),
+    *each("CheckpointerCallback", "ephemeral_cooldown", (0, -1, "soon")),
+    *each("CheckpointerCallback", "pre_train_checkpoint", ("yes", 1)),
+    *each("CheckpointerCallback", "save_async", ("yes", 1)),
+    ("CheckpointerCallback", {"remove": "nevr"}, ("remove", "nevr", "'never'")),
+    *each("CheckpointerCallback", "fixed_steps", (7, ["7"], [True])),
+    *each("CheckpointerCallback", "max_checkpoints", WHOLE),
+    *each("CheckpointerCallback", "enabled", FLAGS),
+    *each("ListCheckpointerCallback", "save_steps", (7, ["7"], [True])),
+    ("ListCheckpointerCallback", {"save_steps": []}, ("save_steps", "empty")),
+    *each("HFConverterCallback", "enabled", FLAGS),
+    *each("HFConverterCallback", "validate", FLAGS),
+    *each("HFConverterCallback", "debug", FLAGS),
+    ("HFConverterCallback", {"debug": True}, ("debug", "validate")),
+    ("HFConverterCallback", {"dtype": "bfloat"}, ("dtype", "bfloat", "'bfloat16'")),
+    ("HFConverterCallback", {"checkpoints": "lst"}, ("checkpoints", "lst", "'last'")),
+    *each("HFConverterCallback", "output_folder", ("", 3)),
+    *each("HFConverterCallback", "tokenizer_id", ("", 3)),
+    *each("HFConverterCallback", "device", ("", 3)),
+    *each("HFConverterCallback", "max_sequence_length", WHOLE),
+    *each("HFConverterCallback", "moe_capacity_factor", (1.5,)),
+]
+
+WRONG += [
     *each("BatchSizeSchedulerCallback", "batch_sizes", (8, [0], [2, 2], [2.5], [True])),
     *each("BatchSizeSchedulerCallback", "schedule", (3, [5], ["soon"], ["10s"]), batch_sizes=[2]),
     ("BatchSizeSchedulerCallback", {"batch_sizes": [2, 4], "schedule": [0]}, ("schedule", 2)),

@@ -120,6 +120,7 @@ __all__ = [
 ]
 
 SETTINGS = (
+    "CheckpointRemovalStrategy",
     "CometNotificationSetting",
     "DownstreamEvaluator",
     "Evaluator",

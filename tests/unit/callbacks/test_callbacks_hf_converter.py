@@ -192,6 +192,7 @@ def test_a_wrong_option_is_told(options: dict[str, Any], told: str) -> None:
     [
         ({}, {"save_strategy": "no"}, "saves no checkpoint to convert"),
         ({"checkpoints": "best"}, {}, "needs preserve_best_model=True"),
+        ({"validate": True, "device": "cdua"}, {}, "device='cdua' is not here"),
         ({"tokenizer_id": "/nowhere/at-all"}, {}, "tokenizer_id"),
         ({"output_folder": "{there}"}, {}, "exists and is no folder of an earlier conversion"),
     ],

@@ -19,7 +19,7 @@ from headway.callbacks.save.hf_converter_folder import (
 from headway.callbacks.watch.ranges import require_count, require_flag
 from headway.engine.events import TrainerCallback
 from headway.engine.state import TrainerState
-from headway.errors import ConfigError, unknown
+from headway.errors import ConfigError, missing_extra, unknown
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,11 @@ class HFConverterCallback(TrainerCallback):
     ) -> None:
         for option, flag in (("enabled", enabled), ("validate", validate), ("debug", debug)):
             require_flag(f"HFConverterCallback: {option}", flag)
-        for option, text in (("output_folder", output_folder), ("tokenizer_id", tokenizer_id)):
+        for option, text in (
+            ("output_folder", output_folder),
+            ("tokenizer_id", tokenizer_id),
+            ("device", device),
+        ):
             if text is not None and (not isinstance(text, str) or not text):
                 raise ConfigError(f"HFConverterCallback: {option} is {text!r}; allowed: text, None")
         if dtype is not None and dtype not in DTYPES:
@@ -141,7 +145,7 @@ class HFConverterCallback(TrainerCallback):
                 "load_best_model_at_end=True, which keep the best checkpoint"
             )
         if self.plan.validate:
-            self._require_transformers()
+            self._require_validation()
         if trainer.env.rank != 0:
             return
         if self.output_folder is not None and self.checkpoints != "permanent":
@@ -149,14 +153,20 @@ class HFConverterCallback(TrainerCallback):
         if self.plan.tokenizer_id is not None:
             load_tokenizer(self.plan.tokenizer_id)
 
-    @staticmethod
-    def _require_transformers() -> None:
+    def _require_validation(self) -> None:
         import importlib.util
 
-        if importlib.util.find_spec("transformers") is None:
-            from headway.errors import missing_extra
+        import torch
 
+        if importlib.util.find_spec("transformers") is None:
             raise missing_extra("transformers", "transformers", "HFConverterCallback: validate")
+        try:
+            torch.empty(0, device=self.plan.device)
+        except (RuntimeError, AssertionError, ValueError) as error:
+            raise ConfigError(
+                f"HFConverterCallback: device={self.plan.device!r} is not here: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
 
     # In the run
 
