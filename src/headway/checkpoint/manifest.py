@@ -39,6 +39,9 @@ _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
 _DIR_NAME = re.compile(
     rf"(?:{'|'.join(DIR_PREFIXES.values())})-\d+(?:\.old-{NONCE_PATTERN})?", re.ASCII
 )
+# Weights that belong to a step beside its own, such as an average. A training checkpoint of such a
+# name is a copy that somebody has put there.
+_SIDE_NAME = re.compile(rf"checkpoint-\d+-[A-Za-z]\w*(?:\.old-{NONCE_PATTERN})?", re.ASCII)
 
 
 @dataclass
@@ -200,10 +203,12 @@ def read_manifest(path: str | Path) -> Manifest:
 def committed(output_dir: str | Path) -> list[CommittedCheckpoint]:
     """The committed checkpoints of a run directory, by save counter, oldest first."""
     found = []
-    for path in _candidates(output_dir):
+    for path in _candidates(output_dir, (_DIR_NAME, _SIDE_NAME)):
         try:
             manifest = read_manifest(path)
         except CheckpointError:
+            continue
+        if manifest.kind == "training" and _SIDE_NAME.fullmatch(path.name):
             continue
         found.append(
             CommittedCheckpoint(path, manifest.step, manifest.save_counter, manifest.kind, manifest)
@@ -281,9 +286,12 @@ def look_at_sizes(
     return [problem for problem in checked if problem]
 
 
-def _candidates(output_dir: str | Path) -> list[Path]:
+def _candidates(
+    output_dir: str | Path, patterns: Collection[re.Pattern[str]] = (_DIR_NAME,)
+) -> list[Path]:
     storage = Storage(output_dir)
-    return [storage.root / name for name in storage.list_dirs() if _DIR_NAME.fullmatch(name)]
+    names = storage.list_dirs()
+    return [storage.root / name for name in names if any(p.fullmatch(name) for p in patterns)]
 
 
 def verify(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -105,10 +106,18 @@ def test_the_merged_checkpoint_is_whole_and_not_one_to_resume_from(tmp_path: Pat
     assert [entry["key"] for entry in manifest.components] == ["model"]
     assert {"config.json", "trainer_state.json", "run/config.json"} <= set(manifest.files)
     assert (8, "checkpoint-8-soup") in saved and saved[-1] == (8, "checkpoint-8")
-    newest = CheckpointManager(tmp_path / "out").resolve(True)
+    manager = CheckpointManager(tmp_path / "out")
+    newest = manager.resolve(True)
     assert newest is not None and newest.name == "checkpoint-8"
+    assert [(c.path.name, c.kind) for c in manager.list()] == [
+        ("checkpoint-8-soup", "merged"),
+        ("checkpoint-8", "training"),
+    ]
+    copytree(newest, tmp_path / "out" / "checkpoint-8-copy")  # somebody's own: not of the run
+    assert len(manager.list()) == 2
     # Only the run's own count for save_total_limit.
-    assert {p.name for p in (tmp_path / "out").glob("checkpoint-*")} == {path.name, newest.name}
+    left = {p.name for p in (tmp_path / "out").glob("checkpoint-*")}
+    assert left == {path.name, newest.name, "checkpoint-8-copy"}
     other = tiny_trainer(tmp_path / "other", max_steps=1)
     other.load_checkpoint(str(path))
     stored = read(tmp_path, "checkpoint-8-soup")
