@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,13 @@ from schedule_loops import (
 )
 from torch.utils.data import DataLoader, IterableDataset
 
-from headway import ConfigError, TrainerCallback
-from headway.callbacks import BatchSizeSchedulerCallback, SpeedMonitorCallback
+from headway import AccelTrainer, ConfigError, Trainer, TrainerCallback
+from headway.callbacks import (
+    BatchSizeSchedulerCallback,
+    FreezeCallback,
+    SequenceLengthSchedulerCallback,
+    SpeedMonitorCallback,
+)
 from headway.config.duration import Duration
 from headway.testing import tiny_dataset
 
@@ -271,3 +277,50 @@ def test_a_resume_without_the_schedule_keeps_the_rates_of_its_batch(tmp_path: Pa
     second.train(resume_from_checkpoint=True)
     expected = [RATE * (1 - n / STEPS) * math.sqrt(12 / 2) for n in (5, 6, 7)]
     assert curve.rates == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_run_by_tokens_has_rates_by_tokens(tmp_path: Path) -> None:
+    def run(folder: Path, **args: Any) -> Any:
+        changes = BatchSizeSchedulerCallback([2, 4], [0, "128 tokens"])
+        options = {"max_steps": -1, "train_for": "384 tokens", "lr_scheduler_unit": "tokens"}
+        return make_trainer(folder, [changes], Samples(), **{**options, **args})
+
+    trainer, curve = run(tmp_path)
+    trainer.train()
+    assert curve.tokens == [32, 64, 96, 128, 192, 256, 320, 384]
+    seen = [0, 32, 64, 96, 128, 192, 256, 320]
+    expected = [RATE * (1 - n / 384) * (math.sqrt(2) if n >= 128 else 1) for n in seen]
+    assert curve.rates == pytest.approx(expected, rel=1e-12)
+
+
+def test_many_small_micro_batches_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = BatchSizeSchedulerCallback([4, 13], [0, 5])
+    trainer, _ = make_trainer(tmp_path, [changes], max_steps=1, per_device_train_batch_size=4)
+    with caplog.at_level(logging.WARNING, "headway"):
+        trainer.train()
+    assert "13 makes 13 micro-batches of 1" in caplog.text
+
+
+def test_under_accelerate_all_schedules_together_give_the_same_bits(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    found = []
+    for kind, options in (
+        (Trainer, {}),
+        (AccelTrainer, {"accelerator": accelerate.Accelerator(cpu=True)}),
+    ):
+        callbacks = [
+            BatchSizeSchedulerCallback([2, 4, 2], [0, 2, 4]),
+            SequenceLengthSchedulerCallback(4, 3, max_sequence_length=16),
+            FreezeCallback("mlp", 1, 3),
+        ]
+        make_kind = type(
+            kind.__name__, (kind,), {"__init__": partialmethod(kind.__init__, **options)}
+        )
+        trainer, curve = make_trainer(
+            tmp_path / kind.__name__, callbacks, trainer=make_kind, max_steps=5
+        )
+        trainer.train()
+        found.append(curve.losses)
+    assert found[0] == found[1]

@@ -133,6 +133,7 @@ class BatchSizeSchedulerCallback(TrainerCallback):
         self._prepare(args, trainer, train_dataloader, optimizer, lr_scheduler)
         self._apply(self.size_at(state), trainer, train_dataloader, lr_scheduler, state)
         self._of_step = self._current
+        self._tell_small(args)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._of_step = self._current
@@ -198,6 +199,21 @@ class BatchSizeSchedulerCallback(TrainerCallback):
                 f"per_device_train_batch_size={args.per_device_train_batch_size} samples, which "
                 "need no accumulation"
             )
+
+    def _tell_small(self, args: Any) -> None:
+        """A number of samples with few divisors makes many small micro-batches."""
+        largest = args.per_device_train_batch_size
+        for size, deal in self._deals.items():
+            if deal.accumulation > 1 and deal.batch_size * 2 <= largest:
+                logger.warning(
+                    "batch_sizes: %d makes %d micro-batches of %d samples; a multiple of %d makes "
+                    "full ones of per_device_train_batch_size=%d",
+                    size,
+                    deal.accumulation,
+                    deal.batch_size,
+                    deal.world_size * largest,
+                    largest,
+                )
 
     def _deal(self, args: Any, loader: Any, size: int) -> Any:
         largest = args.per_device_train_batch_size
