@@ -182,6 +182,17 @@ def test_eval_agrees_between_text_and_token_files(
     assert part["loss"] != from_tokens["loss"]
 
 
+def test_eval_scores_tasks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = {"prompt": "1", "choices": ["0", "x"], "answer": 0}
+    (here / "mine.jsonl").write_text(json.dumps(line))
+    facts = ask(capsys, "eval", "out", "--tasks", "mine.jsonl", "opposites")
+    assert "loss" not in facts and facts["tasks"]["mine (accuracy)"] in (0, 1)
+    assert 0 <= facts["tasks"]["opposites (length-normalized accuracy)"] <= 1
+    both = ask(capsys, "eval", "out", "--data", "held-out.txt", "--tasks", "mine.jsonl")
+    assert both["loss"] > 0
+    assert both["tasks"].items() <= facts["tasks"].items()
+
+
 def test_eval_reads_jsonl(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (here / "held-out.txt").read_text()
     (here / "held-out.jsonl").write_text(json.dumps({"text": text}) + "\n")

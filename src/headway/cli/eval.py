@@ -1,8 +1,9 @@
-"""`headway eval DIR --data FILES`: loss, perplexity and bits per byte of a model on data.
+"""`headway eval DIR --data FILES --tasks NAMES`: figures of a model on data and on tasks.
 
 The data is cut into sequences that do not overlap; the first token of each is only context. The
 documents in a sequence do not see each other, and a document's first token is not predicted. Bits
 per byte are the bits per token times the data's tokens per byte, so they compare across tokenizers.
+Tasks are those of `DownstreamEvaluatorCallbackConfig`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from headway.data.tokenizer import Tokenizer
-    from headway.data.tokens import TokenFile
 
 _DEFAULT_LENGTH = 1024
-# Bytes of other tokenizers than the byte tokenizer are counted on this much decoded text.
-_MOST_DECODED_TOKENS = 1_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,10 +31,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", help="a model, checkpoint or run folder")
     parser.add_argument(
         "--data",
-        required=True,
         nargs="+",
+        default=[],
         metavar="FILE",
         help="token files (.hwt), or text files, folders and JSONL",
+    )
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        default=[],
+        metavar="TASK",
+        help="tasks that come with Headway (continuations, everyday, opposites) or .jsonl files",
     )
     parser.add_argument(
         "--sequence-length", type=int, metavar="N", help="default: 1024, or the model's longest"
@@ -54,21 +61,22 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(facts)
         return 0
-    per_byte = facts["bits_per_byte"]
-    rows = [
-        ("model", facts["model"]),
-        ("data", f"{', '.join(facts['data'])}: {facts['tokens']:,} tokens in the files"),
-        ("loss", f"{facts['loss']:.4f} nats per token"),
-        ("perplexity", f"{facts['perplexity']:,.4g}"),
-        ("bits per byte", "not known" if per_byte is None else f"{per_byte:.4f}"),
-    ]
+    rows = [("model", facts["model"])]
+    if options.data:
+        per_byte = facts["bits_per_byte"]
+        rows += [
+            ("data", f"{', '.join(facts['data'])}: {facts['tokens']:,} tokens in the files"),
+            ("loss", f"{facts['loss']:.4f} nats per token"),
+            ("perplexity", f"{facts['perplexity']:,.4g}"),
+            ("bits per byte", "not known" if per_byte is None else f"{per_byte:.4f}"),
+        ]
+    rows += [(name, f"{value:.4f}") for name, value in facts.get("tasks", {}).items()]
     print_table(rows)
     return 0
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Open model and data, evaluate, put the figures together."""
-    from headway.args import TrainingArguments
     from headway.cli.model_folder import (
         check_vocabulary,
         find_model_folder,
@@ -76,9 +84,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         load_model,
     )
     from headway.errors import ConfigError
-    from headway.trainers.preflight import longest_sequence
-    from headway.trainers.trainer import Trainer
 
+    if not options.data and not options.tasks:
+        raise ConfigError("--data or --tasks is needed: what is the model to be measured on?")
     for name in ("sequence_length", "batch_size", "max_batches"):
         value = getattr(options, name)
         if value is not None and value < 1 and not (name == "max_batches" and value == -1):
@@ -91,6 +99,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     model = load_model(folder)
     if tokenizer is not None:
         check_vocabulary(model, tokenizer, folder)
+    facts: dict[str, Any] = {"model": str(folder)}
+    if options.data:
+        facts |= _measure_data(options, model, tokenizer)
+    if options.tasks:
+        facts["tasks"] = _measure_tasks(options, model, tokenizer)
+    return facts
+
+
+def _measure_data(
+    options: argparse.Namespace, model: nn.Module, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    from headway.args import TrainingArguments
+    from headway.errors import ConfigError
+    from headway.trainers.preflight import longest_sequence
+    from headway.trainers.trainer import Trainer
+
     longest = longest_sequence(model)
     length = options.sequence_length or min(_DEFAULT_LENGTH, longest or _DEFAULT_LENGTH)
     if longest is not None and length > longest:
@@ -111,7 +135,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     loss = metrics["eval_loss"]
     per_byte = loss / math.log(2) * num_counted / num_bytes if num_bytes else None
     return {
-        "model": str(folder),
         "data": list(options.data),
         "loss": loss,
         "perplexity": metrics["eval_perplexity"],
@@ -122,6 +145,27 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _measure_tasks(
+    options: argparse.Namespace, model: nn.Module, tokenizer: Tokenizer | None
+) -> dict[str, float]:
+    """`{task} ({figure})` of each task."""
+    from headway.args import TrainingArguments
+    from headway.callbacks import DownstreamEvaluatorCallbackConfig
+    from headway.strategies.torch_settings import torch_settings
+    from headway.trainers.trainer import Trainer
+
+    trainer = Trainer(
+        args=TrainingArguments(device=options.device),
+        model=model,
+        processing_class=tokenizer,
+        callbacks={"tasks": DownstreamEvaluatorCallbackConfig(options.tasks)},
+        default_callbacks=False,
+    )
+    with torch_settings(trainer.args):
+        figures = trainer.callbacks["tasks"].perform_eval()
+    return {name.removeprefix("eval/downstream/"): value for name, value in figures.items()}
+
+
 def _tokenizer_for(options: argparse.Namespace, folder: Path, load: Any) -> Tokenizer | None:
     """A tokenizer is needed for text; for token files it only counts bytes."""
     from headway.errors import ConfigError
@@ -130,7 +174,8 @@ def _tokenizer_for(options: argparse.Namespace, folder: Path, load: Any) -> Toke
         loaded: Tokenizer = load(folder, options.tokenizer)
         return loaded
     except ConfigError:
-        if options.tokenizer is None and all(path.endswith(".hwt") for path in options.data):
+        only_files = all(path.endswith(".hwt") for path in options.data) and not options.tasks
+        if options.tokenizer is None and only_files:
             return None
         raise
 
@@ -139,6 +184,7 @@ def open_data(
     paths: list[str], tokenizer: Tokenizer | None, length: int
 ) -> tuple[Any, int | None, int]:
     """A dataset over the files, and how many bytes how many of its tokens stand for."""
+    from headway.callbacks.evaluate.byte_counts import count_bytes, is_of_another
     from headway.data.datasets import TextDataset, TokenDataset
     from headway.data.text import DocumentReader
     from headway.errors import ConfigError
@@ -150,7 +196,7 @@ def open_data(
         dataset = TokenDataset(paths, length)
         num_bytes, num_counted = 0, 0
         for file in dataset.files:
-            if tokenizer is None or _of_another(file, tokenizer):
+            if tokenizer is None or is_of_another(file, tokenizer):
                 return dataset, None, 0
             counted = count_bytes(file, tokenizer)
             num_bytes, num_counted = num_bytes + counted[0], num_counted + counted[1]
@@ -160,24 +206,3 @@ def open_data(
     documents = list(reader)
     text_data = TextDataset(documents, tokenizer, length)  # type: ignore[arg-type]
     return text_data, reader.num_bytes, text_data.num_tokens
-
-
-def _of_another(file: TokenFile, tokenizer: Tokenizer) -> bool:
-    described = file.header.get("tokenizer") or {}
-    return bool(described) and described.get("digest") != tokenizer.digest
-
-
-def count_bytes(file: TokenFile, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Bytes of text in a token file and the number of tokens they were counted on."""
-    from headway.data.tokenizer import ByteTokenizer
-
-    if isinstance(tokenizer, ByteTokenizer):
-        return int((file.tokens < 256).sum()), file.num_tokens
-    num_bytes = num_tokens = 0
-    for number in range(file.num_documents):
-        ids = file.document(number)
-        num_bytes += len(tokenizer.decode(ids.tolist()).encode("utf-8"))
-        num_tokens += len(ids)
-        if num_tokens >= _MOST_DECODED_TOKENS:
-            break
-    return num_bytes, num_tokens
