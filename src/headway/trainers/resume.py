@@ -11,7 +11,7 @@ import dataclasses
 import datetime
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from headway.args import TrainingArguments
 from headway.checkpoint import CheckpointError, CheckpointManager, Manifest, read_manifest
 from headway.checkpoint.errors import DamagedError
 from headway.checkpoint.jsonfile import read_json_object
+from headway.config.differences import differences
 from headway.config.rules_values import LOADABLE
 from headway.config.snapshot import versions, write_json
 from headway.errors import ConfigError
@@ -49,7 +50,6 @@ _CURVE = (
     "warmup_tokens",
 )
 _LENGTH = ("max_steps", "num_train_epochs", "train_for")
-_ABSENT = "(absent)"
 _COUNTERS: dict[str, Any] = {
     **dict.fromkeys(("global_step", "raw_epoch", "epoch_start_step", "num_input_tokens_seen"), int),
     **dict.fromkeys(("epoch", "total_flos", "train_seconds"), (int, float)),
@@ -185,16 +185,14 @@ def compare_configs(
 
     Those that are among the `overruled` settings are left out: they have been told.
     """
-    before = dict(_flatten(saved))
-    after = dict(_flatten(json.loads(json.dumps(current, default=str))))
-    differences = []
-    for key in sorted(before.keys() | after.keys()):
-        old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
-        if old == new or key in _NOT_COMPARED or is_told(key, overruled):
+    found = []
+    plain = json.loads(json.dumps(current, default=str))
+    for key, (old, new) in differences(saved, plain).items():
+        if key in _NOT_COMPARED or is_told(key, overruled):
             continue
         decided = _decide_setting(key, loaded, overruled, in_force) or _decide(key, loaded)
-        differences.append(Difference(key, old, new, *decided))
-    return differences
+        found.append(Difference(key, old, new, *decided))
+    return found
 
 
 def _compare_seed(
@@ -207,14 +205,6 @@ def _compare_seed(
     if any(item.key == "args.seed" for item in told):
         return []
     return [Difference("args.seed", kept, given, *_decide("args.seed", loaded))]
-
-
-def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for name, item in value.items():
-            yield from _flatten(item, f"{prefix}.{name}" if prefix else str(name))
-    else:
-        yield prefix, value
 
 
 def _decide_setting(

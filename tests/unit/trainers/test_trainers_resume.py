@@ -18,6 +18,7 @@ from headway.data.tokenizer import ByteTokenizer
 from headway.errors import ConfigError
 from headway.testing import tiny_dataset, tiny_decoder
 from headway.trainers.fingerprints import fingerprint_tokenizer
+from headway.trainers.resume import compare_configs
 
 
 def make(folder, steps, *, model=tiny_decoder, data=None, tokenizer=None, groups=None, **arguments):
@@ -479,3 +480,13 @@ def test_a_vocabulary_in_another_order_is_another_tokenizer():
     other = make_tokenizer(*"abc")
     other.add_tokens(["new"])
     assert fingerprint_tokenizer(first) != fingerprint_tokenizer(other)
+
+
+def test_a_difference_inside_a_list_is_named_by_its_place():
+    saved = {"optimizer_groups": [{"pattern": "a", "lr": 1.0}, {"pattern": "b"}], "same": [1, 2]}
+    now = {"optimizer_groups": [{"pattern": "a", "lr": 2.0}], "same": [1, 2]}
+    found = compare_configs(saved, now, ["model"])
+    assert [(item.key, item.saved, item.current) for item in found] == [
+        ("optimizer_groups.0.lr", 1.0, 2.0),
+        ("optimizer_groups.1.pattern", "b", "absent"),
+    ]
