@@ -203,3 +203,24 @@ def test_an_error_in_the_background_comes_up_with_the_result_and_loses_nothing()
         flusher.finish()
     assert list(flusher.pending()) == [3, 4]
     flusher.close()
+
+
+def test_a_step_comes_once_and_again_only_with_what_was_recorded_late(tmp_path):
+    class Late(TrainerCallback):
+        def on_train_begin(self, trainer):
+            trainer.record_metric("at the beginning", 1.0)
+
+        def on_step_end(self, state, trainer):
+            trainer.record_metric("own", 1.0)
+            if state.global_step == 7:
+                trainer.record_metric("late", 2.0, step=1)
+
+    sink = Sink()
+    options = {"max_steps": 9, "logging_steps": 4, "num_samples": 32}
+    tiny_trainer(tmp_path, [Late(), sink], **options).train()
+    whole = [step for _, step, metrics in sink.came if "optim/total grad norm" in metrics]
+    assert whole == list(range(1, 10))
+    assert all("own" in metrics for _, step, metrics in sink.came if "train/CE loss" in metrics)
+    rest = [(s, m) for _, s, m in sink.came if "optim/total grad norm" not in m]
+    assert rest == [(0, {"at the beginning": 1.0}), (1, {"late": 2.0})]
+    assert all(step <= now for now, step, _ in sink.came)
