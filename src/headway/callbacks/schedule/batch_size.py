@@ -204,7 +204,7 @@ class BatchSizeSchedulerCallback(TrainerCallback):
         """A number of samples with few divisors makes many small micro-batches."""
         largest = args.per_device_train_batch_size
         for size, deal in self._deals.items():
-            if deal.accumulation > 1 and deal.batch_size * 2 <= largest:
+            if deal.accumulation > 1 and deal.batch_size * 2 < largest:
                 logger.warning(
                     "batch_sizes: %d makes %d micro-batches of %d samples; a multiple of %d makes "
                     "full ones of per_device_train_batch_size=%d",
