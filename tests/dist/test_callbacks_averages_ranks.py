@@ -110,7 +110,6 @@ def train_until_a_kill(folder: Path) -> None:
 
 def train_on(folder: Path) -> None:
     train("fsdp2", folder / "fsdp2")
-    train("ddp", folder / "single-ddp")
 
 
 def read(path: Path, prefix: str = "model") -> dict[str, Tensor]:
@@ -142,8 +141,7 @@ def check(folder: Path) -> None:
 @pytest.mark.timeout(180)
 def test_they_are_those_of_the_checkpoints_whatever_happens(tmp_path: Path) -> None:
     train("single", tmp_path / "single", stop_at=MIDDLE)
-    for kind in ("fsdp2", "ddp"):
-        copytree(tmp_path / "single", tmp_path / f"single-{kind}")
+    copytree(tmp_path / "single", tmp_path / "single-fsdp2")
     with pytest.raises(RankFailure) as killed:
         run_ranks(train_until_a_kill, 2, tmp_path, timeout_s=120)
     assert killed.value.exitcode == -signal.SIGKILL, killed.value.traceback
@@ -154,5 +152,5 @@ def test_they_are_those_of_the_checkpoints_whatever_happens(tmp_path: Path) -> N
     copytree(tmp_path / "fsdp2", tmp_path / "fsdp2-single")
     run_ranks(train_on, 2, tmp_path, timeout_s=120)
     train("single", tmp_path / "fsdp2-single")
-    for name in ("ddp", "pipeline", "fsdp2", "single-fsdp2", "single-ddp", "fsdp2-single"):
+    for name in ("ddp", "pipeline", "fsdp2", "single-fsdp2", "fsdp2-single"):
         check(tmp_path / name)
