@@ -260,7 +260,8 @@ class _Supervisor:
     def _taking_signals(self) -> Iterator[None]:
         stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         found = {number: signal.signal(number, self._on_stop) for number in stops}
-        found[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            found[number] = signal.signal(number, self._on_request)
         try:
             yield
         finally:
@@ -276,11 +277,12 @@ class _Supervisor:
         self._stop = signal.Signals(signal.SIGTERM if number == signal.SIGHUP else number)
         self._pass_on_stop()
 
-    def _on_save(self, number: int, frame: FrameType | None) -> None:
+    def _on_request(self, number: int, frame: FrameType | None) -> None:
         # To one: all ranks save when one asks, and two that ask a step apart would save twice.
         running = read_running(self._folder)
         if running:
-            _send(running[max(running, key=lambda key: (key[0], -key[1]))], signal.SIGUSR1)
+            first = max(running, key=lambda key: (key[0], -key[1]))
+            _send(running[first], signal.Signals(number))
 
     def _pass_on_stop(self) -> None:
         """To ranks that are up; those that are still starting get it when they are."""

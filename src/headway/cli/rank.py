@@ -45,7 +45,8 @@ def run_as_rank(load: Callable[[], tuple[Job, dict[str, Any]]], work: Callable[[
         return work(load()[0])
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _stop_early)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):  # requests to a run that has begun
+            signal.signal(number, signal.SIG_IGN)
     note_start()
     _watch_launcher(env.rank)
     _lower_voice(env.rank)

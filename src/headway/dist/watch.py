@@ -143,6 +143,29 @@ class Watch:
         return self._ask(lambda: self._claim(text)) is not False
 
     @property
+    def num_agreements(self) -> int:
+        """To how many agreements of all ranks this one has come."""
+        return self._num_agreements
+
+    def count_up(self, key: str, by: int = 1) -> int | None:
+        """Add to a number that all ranks share and return it; None when nobody can tell."""
+        count = self._ask(lambda: self._store.add(f"note/{key}", by))
+        return None if count is None else int(count)
+
+    def leave_note(self, key: str, text: str) -> None:
+        """Leave a text for the other ranks."""
+        self._ask(lambda: self._store.set(f"note/{key}", text))
+
+    def read_notes(self, keys: list[str]) -> dict[str, str]:
+        """Those of these texts that are there; from any thread but the watch's own."""
+
+        def read() -> dict[str, str]:
+            there = [key for key in keys if self._store.check([f"note/{key}"])]
+            return {key: self._store.get(f"note/{key}").decode() for key in there}
+
+        return self._ask(read) or {}
+
+    @property
     def ending(self) -> bool:
         """Whether something has gone wrong, so that this process will not live long."""
         return self._suspicious or self.failure is not None

@@ -68,7 +68,8 @@ class TrainingLoop:
         self._last_step = LastStep(parts.loader, parts.bus, active=parts.args.save_on_error)
         self.stepper = Stepper(parts, self._last_step)
         self._evaluates = parts.eval_trigger.active
-        self._saves = parts.save_trigger.active or parts.checkpointed
+        self.saves_at_end = parts.save_trigger.active or parts.checkpointed
+        """Whether the end of the run is saved, also where it comes early."""
 
     def run(self) -> None:
         """Train until the length is done or a stop is asked for."""
@@ -407,7 +408,7 @@ class TrainingLoop:
         if self._evaluates and self._evaluated_step != p.state.global_step and not self.cut_short:
             self._note_stops(self._evaluate())
         idle = self.cut_short and not self._stepped
-        saves = p.strategy.agree(self._saves or self.signals.take_save_request())
+        saves = p.strategy.agree(self.saves_at_end or self.signals.take_save_request())
         if saves and self._saved_step != p.state.global_step and not idle:
             self._save("permanent" if self._keeps_end else "regular")
         p.state.train_seconds = self._clock.of_run(time.monotonic())

@@ -1,6 +1,7 @@
 """Signals: the first Ctrl-C or SIGTERM asks for a clean stop, the second stops at once.
 
-Owns the handlers while a run is on and restores the ones it found. SIGUSR1 asks for a save.
+Owns the handlers while a run is on and restores the ones it found. SIGUSR1 asks for a save. What
+else announces the end of a machine, be it a signal or not, counts as a SIGTERM.
 Does not own what follows: the loop reads the requests at a step boundary.
 """
 
@@ -10,7 +11,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
@@ -66,6 +67,30 @@ class SignalRequests:
         """Whether a save was asked for since the last call."""
         requested, self._save_requested = self._save_requested, False
         return requested
+
+    def ask_to_stop(self, why: str) -> None:
+        """Ask for a clean stop as a SIGTERM does; from any thread, as often as one likes."""
+        if self.stop_signal is None:
+            self.stop_signal = signal.SIGTERM
+            logger.warning("%s: finishing this step, saving, stopping.", why)
+
+    def stop_on(self, number: signal.Signals, noticed: Callable[[str], None]) -> bool:
+        """Have a signal ask for a clean stop until the run is over; False off the main thread.
+
+        `noticed` is called with its name. Unlike a SIGTERM, a second one changes nothing.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return False
+
+        def on_notice(number: int, frame: FrameType | None) -> None:
+            if os.getpid() == self._pid:
+                name = signal.Signals(number).name
+                noticed(name)
+                self.ask_to_stop(name)
+
+        found = signal.signal(number, on_notice)
+        self._previous.setdefault(number, found)
+        return True
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked loader worker: its parent decides

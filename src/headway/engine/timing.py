@@ -7,13 +7,15 @@ Owns: these seconds, for whoever works out how fast a run is. Does not own: that
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 clock = time.monotonic
 
 Item = TypeVar("Item")
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 class LoopTiming:
@@ -24,8 +26,28 @@ class LoopTiming:
         """How long the newest window of training data was waited for."""
         self.fetches_s = 0.0
         """The same of all windows."""
+        self.doing: str | None = None
+        """What the loop does right now that is no step: `evaluate`, `save`, `rollback`, or `close`
+        once there are no more steps."""
         self._aside_s = 0.0
         self._aside_since_s: float | None = None
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether a callback is at work that is no part of training."""
+        return self._aside_since_s is not None
+
+    def tell(self, what: str, act: Callable[P, Result]) -> Callable[P, Result]:
+        """The same act, with `doing` saying what goes on while it does."""
+
+        def told(*args: P.args, **kwargs: P.kwargs) -> Result:
+            before, self.doing = self.doing, what
+            try:
+                return act(*args, **kwargs)
+            finally:
+                self.doing = before
+
+        return told
 
     @property
     def aside_s(self) -> float:

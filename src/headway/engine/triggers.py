@@ -112,6 +112,11 @@ class Length:
         self.max_steps = max_steps
         self._train_for = train_for
         self._stop_at = stop_at
+        self._stop_by_s: float | None = None
+
+    def stop_by(self, moment_s: float | None) -> None:
+        """End this process at a moment of the monotonic clock, as `stop_at` does after a time."""
+        self._stop_by_s = moment_s
 
     def finished(self, state: TrainerState, clock: Clock, now_s: float) -> bool:
         """Whether the run's budget is used up."""
@@ -123,9 +128,16 @@ class Length:
     def interrupted(self, state: TrainerState, clock: Clock, now_s: float) -> bool:
         """Whether this process must stop here although the budget is not used up."""
         stop = self._stop_at
-        return stop is not None and stop.due(**_how_far(state, clock.of_process(now_s)))
+        if stop is not None and stop.due(**_how_far(state, clock.of_process(now_s))):
+            return True
+        return self._is_past(clock, now_s)
 
     def out_of_time(self, clock: Clock, now_s: float) -> bool:
         """Whether this process has used up a limit in wall time."""
         stop = self._stop_at
-        return stop is not None and stop.unit == "seconds" and clock.of_process(now_s) >= stop.value
+        if stop is not None and stop.unit == "seconds" and clock.of_process(now_s) >= stop.value:
+            return True
+        return self._is_past(clock, now_s)
+
+    def _is_past(self, clock: Clock, now_s: float) -> bool:
+        return self._stop_by_s is not None and not clock.stands and now_s >= self._stop_by_s

@@ -5,6 +5,7 @@ Owns: these methods. Does not own: the agreement of all ranks and the threads (e
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,28 @@ class RunRequests:
         Of this rank alone; ranks have to agree before they act on it.
         """
         return self._loop is not None and self._loop.asked_to_end
+
+    @property
+    def saves_at_end(self) -> bool:
+        """Whether the end of the run under way is saved, also where it comes early."""
+        return self._loop is not None and self._loop.saves_at_end
+
+    def stop_by(self, moment_s: float | None) -> None:
+        """End this process with a checkpoint at a moment of `time.monotonic()`, as `stop_at` does.
+
+        While a run goes on; may be called again with another one. Rank 0's counts for all.
+        """
+        if self._loop is not None:
+            self._loop.parts.length.stop_by(moment_s)
+
+    def ask_to_stop(self, why: str) -> None:
+        """Save and stop as after a SIGTERM, with its exit code; from any thread and any rank."""
+        if self._loop is not None:
+            self._loop.signals.ask_to_stop(why)
+
+    def stop_on(self, number: signal.Signals, noticed: Callable[[str], None]) -> bool:
+        """Have a signal ask for a stop for the rest of the run; False off the main thread."""
+        return self._loop is not None and self._loop.signals.stop_on(number, noticed)
 
     def flush_metrics(self) -> None:
         """Deliver what was recorded up to here; every rank must call it, while a run goes on."""

@@ -366,9 +366,11 @@ class Trainer(Registration, Recording, RunRequests, Checkpointing, Evaluation, L
         if plan.save_trigger.active or checkpointed:
             saver.prepare()
         self.bookkeeping.open()
+        self.timing.doing = None
         try:
             self.bus.fire("on_train_begin")
             loop.run()
+            self.timing.doing = "close"
             saver.deliver()
             self.bookkeeping.drain()
             loop.close()
@@ -420,12 +422,12 @@ class Trainer(Registration, Recording, RunRequests, Checkpointing, Evaluation, L
             steps_per_epoch=plan.steps_per_epoch,
             flops_per_token=flops_per_token(self.model, loader.dataset),
             log=self.log,
-            evaluate=self._evaluate_in_training,
-            save=saver.save,
+            evaluate=self.timing.tell("evaluate", self._evaluate_in_training),
+            save=self.timing.tell("save", saver.save),
             save_at_start=saver.hold,
             saves=saver.background,
-            deliver_save=saver.deliver,
-            rollback=saver.rollback,
+            deliver_save=self.timing.tell("save", saver.deliver),
+            rollback=self.timing.tell("rollback", saver.rollback),
             on_first_step=on_first_step,
             rescue=saver.rescue,
             cancel=self.cancel,
