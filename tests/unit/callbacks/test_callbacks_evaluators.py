@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import virtual_time
 from evaluated import (
     LENGTH,
     TEXTS,
@@ -30,6 +31,7 @@ from evaluated import (
 
 from headway import Duration, TrainerCallback
 from headway.callbacks import (
+    DefaultMetrics,
     DownstreamEvaluatorCallbackConfig,
     EarlyStoppingCallback,
     EvaluatorCallback,
@@ -330,6 +332,26 @@ def test_training_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
         return [float(p.detach().double().sum()) for p in trainer.model.parameters()]
 
     assert train(EvaluatorCallback([Greedy()], 1, eval_on_startup=True)) == train()
+
+
+def test_evaluating_is_no_training_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Long(Counter):
+        def update_metrics(self, batch: Any, scores: Any) -> None:
+            doing.append(trainer.timing.doing)
+            time.now_s += 100.0
+
+    doing: list[Any] = []
+    rates = []
+    for more in ([], [EvaluatorCallback([Long()], 1)]):
+        time, seen = virtual_time.VirtualTime().use(monkeypatch), virtual_time.Seen()
+        callbacks = [virtual_time.Work(time), DefaultMetrics(1e12), seen, *more]
+        trainer = virtual_time.make_trainer(
+            tmp_path, time, callbacks, max_steps=6, logging_steps=3, metrics_collect_interval=100
+        )
+        trainer.train()
+        rates.append([logs.get("tok_per_sec") for logs in seen.logs if "loss" in logs])
+    assert rates[0] == pytest.approx(rates[1]) and len(rates[0]) == 2
+    assert set(doing) == {"evaluate"}
 
 
 def test_an_evaluator_sees_the_model_in_evaluation_mode(tmp_path: Path) -> None:

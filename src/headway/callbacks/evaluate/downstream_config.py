@@ -31,7 +31,7 @@ class DownstreamEvaluatorCallbackConfig(CallbackConfig):
     def __init__(
         self,
         tasks: list[str] | Mapping[str, str],
-        tokenizer: str | None = None,
+        tokenizer: Any = None,
         batch_tokens: int = 16384,
         name: str = "downstream",
         eval_interval: int | None = 1000,

@@ -139,7 +139,7 @@ class EvaluatorCallback(TrainerCallback):
         # All metrics up to here first: the device is idle then, and a bad loss is known.
         self.trainer.flush_metrics()
         with self.trainer.evaluation_weights():
-            figures = self.perform_eval()
+            figures = self.trainer.timing.tell("evaluate", self.perform_eval)()
         if figures is not None:
             self.trainer.flush_metrics()
             self._cancel_if_last(is_due)

@@ -34,7 +34,7 @@ class LMEvaluatorCallbackConfig(CallbackConfig):
         sequence_length: int = 1024,
         batch_size: int | None = None,
         packing: str = "stream",
-        tokenizer: str | None = None,
+        tokenizer: Any = None,
         name: str = "lm",
         eval_interval: int | None = 1000,
         fixed_steps: list[int] | None = None,
