@@ -121,12 +121,11 @@ def test_folders_of_every_strategy_are_whole(name: str, lived: Any) -> None:
     place = lived[0] / name
     folders = sorted(path.name for path in place.glob("*-hf"))
     assert folders == ["checkpoint-0-hf", "checkpoint-3-hf", "checkpoint-5-hf"]
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(place / folders[-1])
+    made = open_weights(place / folders[-1]).read()
     stored = open_weights(place / "checkpoint-5").read()
-    assert set(stored) == set(model.state_dict())
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, stored[key])
+    assert set(made) == set(stored) and len(made) > 10
+    for key, value in stored.items():
+        assert torch.equal(made[key], value)
 
 
 @pytest.mark.timeout(300)
