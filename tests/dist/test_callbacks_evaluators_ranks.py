@@ -10,8 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from headway import DDPTrainer, FSDP2Trainer, PipelineTrainer, Trainer, TrainingArguments
-from headway.args import FSDP2TrainingArguments, PipelineTrainingArguments
+from headway import (
+    AccelTrainer,
+    DDPTrainer,
+    FSDP2Trainer,
+    PipelineTrainer,
+    Trainer,
+    TrainingArguments,
+)
+from headway.args import (
+    AccelTrainingArguments,
+    FSDP2TrainingArguments,
+    PipelineTrainingArguments,
+)
 from headway.callbacks import (
     DownstreamEvaluatorCallbackConfig,
     Evaluator,
@@ -115,7 +126,21 @@ def pipelines(settings: Any, **given: Any) -> Any:
     return PipelineTrainer(args=PipelineTrainingArguments(**settings, **more), **given)
 
 
-MAKERS = {"ddp": ddp, "fsdp2": fsdp2, "pipeline": pipeline, "pipelines": pipelines}
+def accelerated(settings: Any, **given: Any) -> Any:
+    from accelerate import Accelerator
+
+    return AccelTrainer(
+        args=AccelTrainingArguments(**settings), accelerator=Accelerator(cpu=True), **given
+    )
+
+
+MAKERS = {
+    "accelerate": accelerated,
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "pipeline": pipeline,
+    "pipelines": pipelines,
+}
 
 
 def on_rank(folder: str, names: list[str], fails: bool) -> dict[str, Any]:
@@ -161,3 +186,9 @@ def test_four_ranks_too(folder: Path, alone: dict[str, float]) -> None:
     for found in ranks:
         for name in ("ddp", "pipelines"):
             assert found[name] == pytest.approx(alone, rel=1e-6, nan_ok=True), name
+
+
+@pytest.mark.slow
+def test_an_accelerator_too(folder: Path, alone: dict[str, float]) -> None:
+    for found in run_ranks(on_rank, 2, str(folder), ["accelerate"], False, timeout_s=100):
+        assert found["accelerate"] == pytest.approx(alone, rel=1e-6, nan_ok=True)
