@@ -115,6 +115,12 @@ def test_every_step_is_watched_between_records(tmp_path: Path) -> None:
     assert detector.rule.observation_count == 7
 
 
+def test_who_watches_evaluations_leaves_bad_steps_to_the_option() -> None:
+    assert DivergenceDetector(action="rollback").decides_nonfinite
+    assert not DivergenceDetector().decides_nonfinite
+    assert not DivergenceDetector(action="rollback", use_eval_loss=True).decides_nonfinite
+
+
 def test_a_metric_of_another_callback(tmp_path: Path) -> None:
     class Records(TrainerCallback):
         def on_step_end(self, trainer: Any, state: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headway import TrainerCallback
-from headway.callbacks import NaNGuardCallback
+from headway.callbacks import DivergenceDetector, NaNGuardCallback
 from headway.callbacks.guard.nan_guard import find_broken
 from headway.checkpoint import committed
 from headway.testing import tiny_decoder, tiny_trainer
@@ -124,6 +124,29 @@ def test_rollbacks_have_a_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture
     trainer = run(tmp_path, [BadLoss(5), guard])
     assert trainer.state.outcome == "aborted"
     assert "max_rollbacks=2 is used up" in caplog.text
+
+
+def test_of_two_guards_the_more_careful_one_counts(tmp_path: Path) -> None:
+    class Listen(TrainerCallback):
+        priority = -1
+
+        def __init__(self) -> None:
+            self.asked: list[Any] = []
+
+        def on_log(self, control: Any) -> None:
+            if control.rollback:
+                self.asked.append((control.rollback_before_step, control.rollback_rate_factor))
+
+    listen = Listen()
+    guards = [
+        NaNGuardCallback("rollback"),
+        DivergenceDetector(
+            metric_key="grad_norm", threshold=1e3, action="rollback", learning_rate_factor=0.5
+        ),
+    ]
+    trainer = run(tmp_path, [BadLoss(7), *guards, listen])
+    assert listen.asked == [(5, 0.5)], "what came of step 6 speaks for the state after step 5"
+    assert trainer.state.outcome == "completed" and trainer.state.rate_factor == 0.5
 
 
 def test_its_state_is_plain_json(tmp_path: Path) -> None:

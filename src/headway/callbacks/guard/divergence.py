@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 ACTIONS = ("stop", "abort", "rollback")
 _EVALUATION = "eval_"
+_OF_EACH_STEP = ("loss", "train/CE loss", "grad_norm", "optim/total grad norm")
 
 
 class DivergenceDetector(TrainerCallback):
@@ -105,7 +106,8 @@ class DivergenceDetector(TrainerCallback):
             skip_batches=skip_batches,
             learning_rate_factor=learning_rate_factor,
         )
-        self.decides_nonfinite = action == "rollback"
+        # Whoever watches something else would not see it.
+        self.decides_nonfinite = action == "rollback" and self.metric_key in _OF_EACH_STEP
         self._source: str | None = None
         """The event that brings the metric: one that two events bring is observed once."""
         self._good_step = self._last_step = 0

@@ -89,9 +89,7 @@ class Recovery:
             if span[0] <= number < span[1]:
                 control.should_skip_step = True
                 if span != self._told_skip and state.is_world_process_zero:
-                    logger.warning(
-                        "%s: steps %d to %d are left out", self.owner, number, span[1] - 1
-                    )
+                    logger.warning("%s: %s left out", self.owner, tell_steps(number, span[1]))
                 self._told_skip = span
 
     def note_save(self, step: int, path: str) -> None:
@@ -151,9 +149,12 @@ class Recovery:
         again = self._gave_up_at is not None and good_step <= self._gave_up_at
         leaves_all = self.skip_batches == "all" or (again and self.skip_batches == "offending")
         control.rollback = True
-        control.rollback_before_step = good_step
+        # Another guard may have asked for one in the same step.
+        before = control.rollback_before_step
+        control.rollback_before_step = good_step if before is None else min(before, good_step)
         control.rollback_skip_data |= leaves_all
-        control.rollback_rate_factor = self.learning_rate_factor
+        factors = (control.rollback_rate_factor, self.learning_rate_factor)
+        control.rollback_rate_factor = min((f for f in factors if f is not None), default=None)
         self.num_rollbacks += 1
         self._gave_up_at = bad_step
         self.pending = True
@@ -181,6 +182,11 @@ class Recovery:
         self.skip_steps = [(int(a), int(b)) for a, b in state.get("skip_steps") or ()]
         given = state.get("gave_up_at")
         self._gave_up_at = None if given is None else int(given)
+
+
+def tell_steps(start: int, stop: int) -> str:
+    """A range of steps in words, its end exclusive."""
+    return f"step {start} is" if stop == start + 1 else f"steps {start} to {stop - 1} are"
 
 
 def _check_factor(owner: str, given: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 
+from headway.callbacks.guard.recovery import tell_steps
 from headway.callbacks.watch.ranges import require_count
 from headway.engine.events import TrainerCallback
 from headway.engine.state import TrainerControl, TrainerState
@@ -36,5 +37,5 @@ class StepSkipRange(TrainerCallback):
             return
         control.should_skip_step = True
         if not self._told and state.is_world_process_zero:
-            logger.warning("steps %d to %d are left out", number, self.stop - 1)
+            logger.warning("%s left out", tell_steps(number, self.stop))
         self._told = True
