@@ -160,6 +160,12 @@ CASES: dict[str, Case] = {
     ),
     "NaNGuardCallback": Case({"parameter_interval": 1}, records=("guard/parameters not finite",)),
     "StepSkipRange": Case({"start": 100, "stop": 101}),
+    "GarbageCollectorCallback": Case({"gc_interval": 1}, records=("garbage_collector/duration_s",)),
+    "HangWatchdogCallback": Case({"limit_s": 600.0}),
+    "MonkeyPatcherCallback": Case({"enabled": True}),
+    "PreemptionCallback": Case({"file": "no-such-notice", "poll_interval_s": 0.1}),
+    "ReplicaCheckCallback": Case({"interval": 1, "optimizer_state": True}, sparse={"interval": 9}),
+    "TimeLimitCallback": Case({"limit": "24:00:00"}),
     # schedule
     "BatchSizeSchedulerCallback": Case(
         {"batch_sizes": [4, 8], "schedule": [0, "2 steps"]},

@@ -312,6 +312,46 @@ WRONG += [
         ("min_sequence_length", 100, "keep_multiple_of"),
     ),
 ]
+SECONDS = (0, -1.0, math.nan, math.inf, True, "long")
+LIMIT = {"limit": "01:00:00"}
+WRONG += [
+    *each("GarbageCollectorCallback", "gc_interval", WHOLE),
+    *each("GarbageCollectorCallback", "full_every", WHOLE),
+    *each("GarbageCollectorCallback", "enabled", FLAGS),
+    *each("HangWatchdogCallback", "limit_s", SECONDS),
+    *each("HangWatchdogCallback", "step_factor", SECONDS),
+    *each("HangWatchdogCallback", "first_step_limit_s", SECONDS),
+    *each("HangWatchdogCallback", "other_limit_s", SECONDS),
+    ("HangWatchdogCallback", {"action": "abrot"}, ("action", "abrot", "'abort'")),
+    *each("MonkeyPatcherCallback", "enabled", FLAGS[1:]),
+    *each("MonkeyPatcherCallback", "max_slices", WHOLE),
+    *each("PreemptionCallback", "signals", ("SIGTERM", 15)),
+    ("PreemptionCallback", {"signals": ["SIGTRM"]}, ("signals", "SIGTRM", "'SIGTERM'")),
+    *each("PreemptionCallback", "file", ("", 3)),
+    ("PreemptionCallback", {"cloud": "azur"}, ("cloud", "azur", "'azure'")),
+    ("PreemptionCallback", {"metadata_url": "ftp://a"}, ("metadata_url", "http://")),
+    (
+        "PreemptionCallback",
+        {"metadata_url": "http://a", "cloud": "aws"},
+        ("metadata_url", "cloud"),
+    ),
+    ("PreemptionCallback", {"metadata_pattern": "x"}, ("metadata_pattern", "metadata_url")),
+    *each("PreemptionCallback", "metadata_pattern", ("(", 3), metadata_url="http://a"),
+    *each("PreemptionCallback", "metadata_headers", ("x", {"a": 1}), metadata_url="http://a"),
+    *each("PreemptionCallback", "poll_interval_s", SECONDS),
+    *each("ReplicaCheckCallback", "interval", WHOLE),
+    *each("ReplicaCheckCallback", "optimizer_state", FLAGS),
+    *each("ReplicaCheckCallback", "max_recoveries", WHOLE),
+    ("ReplicaCheckCallback", {"action": "resnyc"}, ("action", "resnyc", "'resync'")),
+    *each(
+        "TimeLimitCallback",
+        "limit",
+        (0, -5, math.inf, True, None, "1:2:3", "500 steps", "0s", "soon", [60], 30),
+    ),
+    ("TimeLimitCallback", {"limit": "SLURM"}, ("limit", "SLURM", "'slurm'")),
+    *each("TimeLimitCallback", "margin_s", SECONDS, **LIMIT),
+    *each("TimeLimitCallback", "safety_factor", (*SECONDS, 0.5), **LIMIT),
+]
 WITHOUT_OPTIONS = {"WeightNormLogger"}
 
 

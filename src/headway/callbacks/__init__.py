@@ -16,8 +16,14 @@ if TYPE_CHECKING:
     from headway.callbacks.evaluate.lm_evaluator import LMEvaluator
     from headway.callbacks.guard.divergence import DivergenceDetector
     from headway.callbacks.guard.early_stopping import EarlyStoppingCallback
+    from headway.callbacks.guard.garbage_collector import GarbageCollectorCallback
+    from headway.callbacks.guard.hang_watchdog import HangWatchdogCallback
+    from headway.callbacks.guard.monkey_patcher import MonkeyPatcherCallback
     from headway.callbacks.guard.nan_guard import NaNGuardCallback
+    from headway.callbacks.guard.preemption import PreemptionCallback
+    from headway.callbacks.guard.replica_check import ReplicaCheckCallback
     from headway.callbacks.guard.step_skip import StepSkipRange
+    from headway.callbacks.guard.time_limit import TimeLimitCallback
     from headway.callbacks.log.config_saver import ConfigSaverCallback
     from headway.callbacks.log.console_logger import ConsoleLoggerCallback
     from headway.callbacks.log.info import InfoCallback
@@ -81,8 +87,10 @@ __all__ = [
     "FreezeCallback",
     "GAPMonitorCallback",
     "GPUMemoryMonitorCallback",
+    "GarbageCollectorCallback",
     "GradNormLogger",
     "HFConverterCallback",
+    "HangWatchdogCallback",
     "InfoCallback",
     "JsonLogger",
     "LMEvaluator",
@@ -94,12 +102,15 @@ __all__ = [
     "MemorySnapshotCallback",
     "MetricSaverCallback",
     "ModelMergeCallback",
+    "MonkeyPatcherCallback",
     "NaNGuardCallback",
     "ParameterNormLogger",
     "PeakMemory",
+    "PreemptionCallback",
     "ProfilerCallback",
     "ProgressCallback",
     "QATSwitchCallback",
+    "ReplicaCheckCallback",
     "ResumableSummaryWriter",
     "SequenceLengthSchedulerCallback",
     "SlackNotificationSetting",
@@ -109,6 +120,7 @@ __all__ = [
     "StepSkipRange",
     "TBLogger",
     "TextgenCallback",
+    "TimeLimitCallback",
     "TrackioCallback",
     "WandBCallback",
     "WebhookCallback",
@@ -142,8 +154,14 @@ __getattr__, __dir__ = lazy_exports(
         "evaluate.lm_evaluator": ("LMEvaluator",),
         "guard.divergence": ("DivergenceDetector",),
         "guard.early_stopping": ("EarlyStoppingCallback",),
+        "guard.garbage_collector": ("GarbageCollectorCallback",),
+        "guard.hang_watchdog": ("HangWatchdogCallback",),
+        "guard.monkey_patcher": ("MonkeyPatcherCallback",),
         "guard.nan_guard": ("NaNGuardCallback",),
+        "guard.preemption": ("PreemptionCallback",),
+        "guard.replica_check": ("ReplicaCheckCallback",),
         "guard.step_skip": ("StepSkipRange",),
+        "guard.time_limit": ("TimeLimitCallback",),
         "log.config_saver": ("ConfigSaverCallback",),
         "log.console_logger": ("ConsoleLoggerCallback",),
         "log.info": ("InfoCallback",),
@@ -192,12 +210,19 @@ __getattr__, __dir__ = lazy_exports(
 
 def default_callbacks(args: Any) -> list[Any]:
     """What every run gets unless told otherwise."""
+    from headway.callbacks.guard.garbage_collector import GarbageCollectorCallback
     from headway.callbacks.log.info import InfoCallback
     from headway.callbacks.log.json_logger import JsonLogger
     from headway.callbacks.log.progress import ProgressCallback
     from headway.callbacks.watch.default_metrics import DefaultMetrics
 
-    return [DefaultMetrics(), ProgressCallback(), InfoCallback(), JsonLogger()]
+    return [
+        DefaultMetrics(),
+        ProgressCallback(),
+        InfoCallback(),
+        JsonLogger(),
+        GarbageCollectorCallback(),
+    ]
 
 
 def reporting_callbacks(args: Any) -> list[Any]:

@@ -218,6 +218,12 @@ class EventBus:
         current = self._delivering
         return current[0] if current and current[1] == threading.get_ident() else None
 
+    @property
+    def busy_with(self) -> str | None:
+        """The callback whose handler runs right now, on whatever thread."""
+        current = self._delivering
+        return current[0] if current else None
+
     def restart(self) -> None:
         """A run begins: nothing is asked for, nobody has stopped it, no callback has failed."""
         self.control, self.stopped_by = TrainerControl(), None

@@ -1,0 +1,117 @@
+"""Whether a run moves on, as another thread of the process sees it.
+
+Owns: what a run is doing, since when nothing has come of it, and how long that may take. Does not
+own: what follows when it takes longer (hang_watchdog.py).
+
+The main thread only counts. All clocks are read by the thread that looks, so that a process which
+was suspended as a whole is not taken for one that hangs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+TRAINING, EVALUATING, STARTING, PAUSED = "training", "evaluating", "the first step", "a pause"
+_NUM_STEPS = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long nothing may come of what a run does."""
+
+    step_s: float
+    factor: float
+    first_step_s: float
+    other_s: float
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a rank does, for how long, and how long it may."""
+
+    what: str
+    silent_s: float
+    allowed_s: float
+    step: int
+
+    @property
+    def is_late(self) -> bool:
+        return self.silent_s > self.allowed_s
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether others should wait for it: it is at something else that may take its time."""
+        if self.what == TRAINING:
+            return self.silent_s < self.allowed_s / 2
+        return not self.is_late
+
+
+class Progress:
+    """Counts of the main thread, and another thread's look at them."""
+
+    def __init__(self, limits: Limits, timing: Any, bus: Any, own_name: str) -> None:
+        self._limits, self._timing, self._bus, self._own_name = limits, timing, bus, own_name
+        self._steps_s: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._began_s = time.monotonic()
+        self.num_signs = self.num_steps = self.num_batches = self.step = 0
+        self._seen: tuple[Any, ...] = ()
+        self._since_s = self._looked_s = time.monotonic()
+
+    # The main thread
+
+    def begin_step(self) -> None:
+        self.num_signs += 1
+        self._began_s = time.monotonic()
+
+    def end_step(self, step: int) -> None:
+        self._steps_s.append(time.monotonic() - self._began_s + self._timing.fetch_s)
+        self.num_signs += 1
+        self.num_steps += 1
+        self.step, self.num_batches = step, 0
+
+    def end_batch(self) -> None:
+        """A batch of an evaluation is done."""
+        self.num_signs += 1
+        self.num_batches += 1
+
+    # The thread that looks
+
+    def look(self, longest_gap_s: float) -> Status:
+        """What goes on; call it often, at least every `longest_gap_s`."""
+        now, what = time.monotonic(), self._name_what()
+        stood_still = now - self._looked_s > longest_gap_s
+        self._looked_s = now
+        if (what, self.num_signs) != self._seen or stood_still:
+            self._seen, self._since_s = (what, self.num_signs), now
+        return Status(what, now - self._since_s, self._allowed_s(what), self.step)
+
+    def _name_what(self) -> str:
+        doing = self._timing.doing
+        if doing == "evaluate":
+            return EVALUATING
+        if doing == "pause":
+            return PAUSED
+        if doing is not None:
+            return f"{doing} (by the loop)"
+        callback = self._bus.busy_with
+        if callback not in (None, self._own_name):
+            return f"the callback {callback}"
+        if self._timing.is_aside:
+            return "work beside training"
+        return TRAINING if self.num_steps else STARTING
+
+    def _allowed_s(self, what: str) -> float:
+        limits = self._limits
+        if what == PAUSED:
+            return math.inf
+        if what == TRAINING or (what == EVALUATING and self.num_batches):
+            steps_s = list(self._steps_s)
+            usual_s = statistics.median(steps_s) if steps_s else 0.0
+            return max(limits.step_s, limits.factor * usual_s)
+        # The first batch of an evaluation may compile as the first step does.
+        return limits.first_step_s if what in (STARTING, EVALUATING) else limits.other_s
