@@ -19,6 +19,7 @@ from headway.callbacks import CheckpointerCallback, ListCheckpointerCallback
 from headway.checkpoint import CheckpointManager
 from headway.errors import ConfigError
 from headway.testing import tiny_trainer
+from headway.testing.contents import make_contents
 
 
 class Kill(TrainerCallback):
@@ -186,6 +187,14 @@ def test_the_list_form_has_all_that_it_inherits(tmp_path: Path) -> None:
 # The state before the first step
 
 
+class Look(TrainerCallback):
+    """What lies on the disk when the second step begins."""
+
+    def on_step_begin(self, args: Any, state: Any) -> None:
+        if state.global_step == 1:
+            self.found = [c.step for c in CheckpointManager(args.output_dir).list()]
+
+
 class Fail(TrainerCallback):
     def on_step_end(self) -> None:
         raise RuntimeError("the first step")
@@ -208,9 +217,19 @@ def test_step_0_is_written_once_a_step_went_well(tmp_path: Path) -> None:
         assert torch.equal(saved[name], value), "not the weights before the first update"
     assert any(not torch.equal(saved[n], v) for n, v in trainer.model.state_dict().items())
     # A fresh run in the same folder leaves those of the first one aside, its own step 0 not.
-    train(tmp_path, [CheckpointerCallback()], 1, resume=False, overwrite_output_dir=True)
-    assert listed(tmp_path) == [(0, "permanent"), (1, "permanent")]
+    look = Look()
+    train(tmp_path, [CheckpointerCallback(), look], 2, resume=False, overwrite_output_dir=True)
+    assert look.found == [0]
+    assert listed(tmp_path) == [(0, "permanent"), (2, "permanent")]
     assert (tmp_path / "out/replaced-1/checkpoint-2").is_dir()
+
+
+def test_what_takes_the_place_of_a_permanent_checkpoint_is_permanent(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "out")
+    manager.save(make_contents(), 3, permanent=True)
+    manager.save(make_contents(), 3, ephemeral=True)
+    manager.save(make_contents(), 4, ephemeral=True)
+    assert listed(tmp_path) == [(3, "permanent"), (4, "ephemeral")]
 
 
 # Saves that are slower than their interval
