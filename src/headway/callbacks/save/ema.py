@@ -116,7 +116,7 @@ class EMACallback(TrainerCallback):
 
     # -- setting up -------------------------------------------------------------------------
 
-    def on_init_end(self, args: Any, trainer: Any) -> None:
+    def on_init_end(self, args: Any, state: TrainerState, trainer: Any) -> None:
         if not self.enabled:
             return
         refuse_strategy("EMACallback", trainer)
@@ -134,7 +134,7 @@ class EMACallback(TrainerCallback):
                     f"EMACallback: output_suffix: {self.output_suffix!r} given to two of them; "
                     "allowed: one of its own for each, as it names the directory"
                 )
-        if self.use_for_eval and args.load_best_model_at_end:
+        if self.use_for_eval and args.load_best_model_at_end and state.is_world_process_zero:
             logger.warning(
                 "EMACallback: with use_for_eval the best checkpoint is that of the best average; "
                 "load_best_model_at_end loads its weights in training, not the average"
@@ -167,7 +167,7 @@ class EMACallback(TrainerCallback):
             if trainer.strategy.agree(int(lost)) or not self._first <= self._last <= step:
                 self._drop()
         if self._first is None:
-            if step > self.start_step:
+            if step > self.start_step and state.is_world_process_zero:
                 logger.warning(
                     "EMACallback: the checkpoint holds no average; it begins anew as the weights "
                     "of step %d",
@@ -262,7 +262,8 @@ class EMACallback(TrainerCallback):
         if self.export:
             with self.weights(trainer):
                 path = trainer.save_weights(self.output_suffix, wait=True)
-            logger.info("the average of the weights is in %s", path)
+            if state.is_world_process_zero:
+                logger.info("the average of the weights is in %s", path)
         if self.swap_at_end:
             import torch
 

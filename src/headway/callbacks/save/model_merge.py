@@ -98,6 +98,8 @@ class ModelMergeCallback(TrainerCallback):
                     f"ModelMergeCallback: output_suffix: {self.output_suffix!r} given to two of "
                     "them; allowed: one of its own for each, as it names the directory"
                 )
+        if not state.is_world_process_zero:
+            return
         kept = args.checkpoint_components
         if kept is not None and not {"trainer", "callbacks"} & set(kept):
             logger.warning(
@@ -154,7 +156,7 @@ class ModelMergeCallback(TrainerCallback):
             self._add(step, model)
             if step == window.last:
                 self._merge(args, state, trainer, eval_dataloader)
-        elif step < window.last:
+        elif step < window.last and state.is_world_process_zero:
             logger.warning(
                 "ModelMergeCallback: no merge at step %d: the run goes on at step %d, and the "
                 "weights of the steps %d to %d are not known",
@@ -221,7 +223,8 @@ class ModelMergeCallback(TrainerCallback):
             with exchanged(trainer, self._watched.parts(), sums, divisor=count):
                 path = trainer.save_weights(self.output_suffix)
                 self._completed.append(step)
-                logger.info("the mean of the weights of %d steps goes to %s", count, path)
+                if state.is_world_process_zero:
+                    logger.info("the mean of the weights of %d steps goes to %s", count, path)
                 self._evaluate(args, trainer, eval_dataloader)
         finally:
             self._drop()  # the memory of the sums has served another purpose
