@@ -144,7 +144,10 @@ def test_a_killed_rank_is_started_again_and_the_losses_are_those_of_an_undisturb
 @pytest.mark.parametrize(
     ("deed", "told"),
     [
-        ("Break", "rank 1 of 2 failed: ValueError: the fifth step is wrong"),
+        (
+            "Break",
+            "rank 1 of 2 failed: ValueError: callback 'Break', on_step_end: the fifth step is",
+        ),
         ("Kill", "rank 1 of 2 was lost: its process is gone: killed"),
         ("Stop", "rank 1 of 2 was lost: it is stopped (SIGSTOP)"),
     ],
@@ -251,8 +254,11 @@ def test_a_mistake_that_only_ranks_find_is_told_once(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("deed", "told"),
     [
-        ("Mistake", "my_option: bad on this rank"),
-        ("Misplace", "only/elsewhere.bin: No such file or directory (rank 1 on "),
+        ("Mistake", "callback 'Mistake', on_step_end: my_option: bad on this rank"),
+        (
+            "Misplace",
+            "only/elsewhere.bin: callback 'Misplace', on_step_end: No such file or directory (rank 1",
+        ),
     ],
 )
 def test_a_mistake_of_one_rank_is_told_once_and_ends_all_without_a_restart(

@@ -162,7 +162,7 @@ def test_a_failed_run_leaves_what_was_not_delivered(tmp_path):
     with pytest.raises(RuntimeError):
         trainer.train()
     dump = json.loads((tmp_path / "out" / "last_metrics-rank0.json").read_text())
-    assert dump["error"] == "RuntimeError: out of memory"
+    assert dump["error"] == "RuntimeError: callback 'Fail', on_step_end: out of memory"
     assert (dump["rank"], dump["global_step"], dump["run_id"]) == (0, 7, trainer.run_id)
     # Steps 1 to 5 were delivered at the end of step 6.
     assert [step for _, step, _ in sink.came] == [1, 2, 3, 4, 5]
