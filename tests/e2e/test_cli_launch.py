@@ -257,7 +257,7 @@ def test_a_mistake_that_only_ranks_find_is_told_once(folder: Path) -> None:
         ("Mistake", "callback 'Mistake', on_step_end: my_option: bad on this rank"),
         (
             "Misplace",
-            "only/elsewhere.bin: callback 'Misplace', on_step_end: No such file or directory (rank 1",
+            "only/elsewhere.bin: callback 'Misplace', on_step_end: No such file or directory",
         ),
     ],
 )
