@@ -215,15 +215,18 @@ def test_ranks_that_would_cut_through_blocks_are_told_so(tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_replicas_round_alike(tmp_path):
+def test_replicas_round_alike_and_plain_sgd_trains_shards(tmp_path):
     bf16 = {"optim": "adamw_bf16", "arguments": {"default_dtype": "bfloat16"}}
     jobs = [Job("ddp", tmp_path, **bf16), Job("fsdp2", tmp_path, **bf16)]
     jobs += [Job("pipeline", tmp_path, model=TIED, **bf16)]
+    jobs += [Job("fsdp2", tmp_path / "sgd", optim="sgd", arguments={"learning_rate": 0.3})]
     by_rank = run_ranks(train_all, 2, jobs, timeout_s=200)
     assert by_rank[0][0]["weights"] == by_rank[1][0]["weights"], "replicas drifted apart"
     for number in range(3):
         losses = by_rank[0][number]["losses"]
         assert losses[-1] < losses[0] - 0.5
+    alone = train(Job("single", tmp_path, optim="sgd", arguments={"learning_rate": 0.3}))
+    assert by_rank[0][3]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
 
 
 @pytest.mark.timeout(300)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from headway.args import TrainingArguments
@@ -47,7 +48,7 @@ def build_named(
             )
         return _make(args, StochasticAdamW, groups, {**adam, **given})
     if not {"foreach", "fused", "capturable"} & given.keys():
-        given["fused"] = fused and not (name == "sgd" and sparse)
+        given["fused"] = fused and not (name == "sgd" and (sparse or _is_sharded(groups)))
     classes: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
         "adamw": (torch.optim.AdamW, adam),
         "adam": (torch.optim.Adam, adam),
@@ -93,3 +94,8 @@ def _can_fuse(groups: Sequence[Group]) -> bool:
     non-finite step without asking the host."""
     parameters = [parameter for group in groups for _, parameter in group.members]
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
+
+
+def _is_sharded(groups: Sequence[Group]) -> bool:
+    """Whether ranks hold parts of parameters, for which torch has no fused SGD."""
+    return any(isinstance(p, DTensor) for group in groups for _, p in group.members)
