@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         next_checkpoint_path,
         validate_checkpoint,
     )
-    from headway.checkpoint.errors import CheckpointError
+    from headway.checkpoint.errors import CheckpointError, DamagedError
     from headway.checkpoint.links import create_pretrained_symlinks
     from headway.checkpoint.manager import CheckpointManager, LoadedCheckpoint
     from headway.checkpoint.manifest import (
@@ -83,6 +83,7 @@ __all__ = [
     "CheckpointManager",
     "CheckpointMeta",
     "CommittedCheckpoint",
+    "DamagedError",
     "Entry",
     "LoadReport",
     "LoadedCheckpoint",
@@ -145,7 +146,7 @@ __getattr__, __dir__ = lazy_exports(
             "next_checkpoint_path",
             "validate_checkpoint",
         ),
-        "errors": ("CheckpointError",),
+        "errors": ("CheckpointError", "DamagedError"),
         "links": ("create_pretrained_symlinks",),
         "manager": ("CheckpointManager", "LoadedCheckpoint"),
         "manifest": ("CommittedCheckpoint", "Manifest", "committed", "read_manifest", "verify"),

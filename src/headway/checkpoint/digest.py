@@ -65,25 +65,25 @@ def digest_bytes(data: bytes, algorithm: str) -> str:
 class Receiver(Protocol):
     """Where the bytes of a file go besides into its digest; asked by several threads."""
 
-    piece_bytes: int
-    """What is read at once."""
+    @property
+    def bounds(self) -> Sequence[int]:
+        """Where pieces of the file begin, and where the last one ends; each is read at once."""
 
-    def place(self, thread: int, begin: int, end: int) -> Sequence[Any]:
-        """Buffers that a thread fills, one after the other, with a stretch of the file."""
+    def place(self, thread: int, number: int) -> Sequence[Any]:
+        """Buffers that a thread fills, one after the other, with a piece of the file."""
 
-    def deliver(self, thread: int, begin: int, end: int) -> None:
-        """The thread has filled the buffers of that stretch."""
+    def deliver(self, thread: int, number: int) -> None:
+        """The thread has filled the buffers of that piece."""
 
 
 class Source(NamedTuple):
     """A file to be digested."""
 
     path: Path
-    size: int | None = None
-    """How much of it is read; None: all there is."""
     head: bytes = b""
     """Its beginning, if it was read before; it is digested and not read again."""
     receiver: Receiver | None = None
+    """Knows what is to be read after that; None: all there is."""
 
 
 def digest_file(path: Path, algorithm: str) -> str:
@@ -109,8 +109,8 @@ def digest_sources(
     Reading and digesting let go of the interpreter, so threads use as many cores. Each thread
     has a file of its own, the largest first, and helps with another once none is untouched.
     """
-    nowhere = _Nowhere()
-    files = [_PiecewiseFile(one, one.receiver or nowhere, algorithm) for one in sources]
+    scratch: dict[int, memoryview] = {}
+    files = [_PiecewiseFile(source, algorithm, scratch) for source in sources]
     untouched = deque(sorted((f for f in files if f.bytes_left), key=lambda f: -f.bytes_left))
     num_threads = num_readers() if num_threads is None else num_threads
     if not worth_threads(sum(file.bytes_left for file in files)):
@@ -138,49 +138,48 @@ def digest_sources(
 
 
 class _Nowhere:
-    """Bytes that only the digest needs."""
+    """Bytes of a file that only the digest needs."""
 
-    def __init__(self) -> None:
-        self.piece_bytes = PIECE_BYTES
-        self._buffers: dict[int, memoryview] = {}
+    def __init__(self, path: Path, scratch: dict[int, memoryview]) -> None:
+        size = os.stat(path).st_size
+        self.bounds = [*range(0, size, PIECE_BYTES), size]
+        self._scratch = scratch
 
-    def place(self, thread: int, begin: int, end: int) -> Sequence[Any]:
-        if thread not in self._buffers:
-            self._buffers[thread] = memoryview(bytearray(self.piece_bytes))
-        return [self._buffers[thread][: end - begin]]
+    def place(self, thread: int, number: int) -> Sequence[Any]:
+        if thread not in self._scratch:
+            self._scratch[thread] = memoryview(bytearray(PIECE_BYTES))
+        return [self._scratch[thread][: self.bounds[number + 1] - self.bounds[number]]]
 
-    def deliver(self, thread: int, begin: int, end: int) -> None:
+    def deliver(self, thread: int, number: int) -> None:
         pass
 
 
 class _PiecewiseFile:
     """A file whose pieces are read by several threads at once and digested in their order."""
 
-    def __init__(self, source: Source, receiver: Receiver, algorithm: str) -> None:
+    def __init__(self, source: Source, algorithm: str, scratch: dict[int, memoryview]) -> None:
         self._path = source.path
-        self._receiver = receiver
-        self._piece_bytes = receiver.piece_bytes
         self._hasher = new_hasher(algorithm)
         self._hasher.update(source.head)
-        self._begin = len(source.head)
         self._descriptor: int | None = None
         self._lock = threading.Lock()
         self._num_digested = 0
         self._gates: dict[int, threading.Lock] = {}
         self._given_up = False
-        self._num_pieces = self._num_taken = 0
+        self._num_taken = 0
+        self._bounds: Sequence[int] = [0]
         self.error: OSError | None = None
         try:
-            self._end = os.stat(source.path).st_size if source.size is None else source.size
-            self._num_pieces = -(-(self._end - self._begin) // self._piece_bytes)
+            self._receiver = source.receiver or _Nowhere(source.path, scratch)
+            self._bounds = self._receiver.bounds
         except OSError as error:
             self.error = error
+        self._num_pieces = len(self._bounds) - 1
 
     @property
     def bytes_left(self) -> int:
-        """About how much no thread has taken."""
-        num_left = 0 if self._given_up else self._num_pieces - self._num_taken
-        return num_left * self._piece_bytes
+        """How much no thread has taken."""
+        return 0 if self._given_up else self._bounds[-1] - self._bounds[self._num_taken]
 
     def take_piece(self) -> int:
         """The number of the next piece, for the thread that will digest it."""
@@ -189,14 +188,13 @@ class _PiecewiseFile:
 
     def digest_piece(self, number: int, thread: int) -> None:
         """Read a piece, wait until all before it are digested, digest it."""
-        begin = self._begin + number * self._piece_bytes
-        end = min(begin + self._piece_bytes, self._end)
+        begin, end = self._bounds[number : number + 2]
         try:
-            buffers = self._receiver.place(thread, begin, end)
-            num_read = read_at(self._open(), buffers, begin)
+            buffers = self._receiver.place(thread, number)
+            num_read = read_at(self._open(), buffers, begin, end - begin)
             if num_read < end - begin:
                 raise OSError(f"it ends at byte {begin + num_read}, before {end}")
-            self._receiver.deliver(thread, begin, end)
+            self._receiver.deliver(thread, number)
             if self._await_turn(number):
                 for buffer in buffers:
                     self._hasher.update(buffer)
@@ -208,10 +206,11 @@ class _PiecewiseFile:
             self.error = error
 
     def _open(self) -> int:
-        with self._lock:
-            if self._descriptor is None:
-                self._descriptor = os.open(self._path, os.O_RDONLY)
-            return self._descriptor
+        if self._descriptor is None:
+            with self._lock:
+                if self._descriptor is None:
+                    self._descriptor = os.open(self._path, os.O_RDONLY)
+        return self._descriptor
 
     def _await_turn(self, number: int) -> bool:
         """Whether it came; it does not if another piece could not be read."""
@@ -251,15 +250,19 @@ class _PiecewiseFile:
         return self._hasher.hexdigest()
 
 
-def read_at(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
-    """Fill buffers, one after the other, from a place in a file; returns how much there was."""
+def read_at(descriptor: int, buffers: Sequence[Any], offset: int, num_bytes: int) -> int:
+    """Fill buffers, one after the other, from a place in a file; returns how much there was.
+
+    `num_bytes` is what they hold together.
+    """
     num_read = 0
-    while buffers:
+    while num_read < num_bytes:
         more = os.preadv(descriptor, buffers[:_MOST_BUFFERS], offset + num_read)
         if more == 0:
             break
         num_read += more
-        buffers = _drop(buffers, more)
+        if num_read < num_bytes:
+            buffers = _drop(buffers, more)
     return num_read
 
 

@@ -232,7 +232,7 @@ def _read(descriptor: int, stretch: list[Part], buffers: list[Any]) -> None:
     """Fill buffers, one after the other, with the bytes of a stretch."""
     path, start, end = stretch[0].path, stretch[0].start, stretch[-1].end
     try:
-        num_read = read_at(descriptor, buffers, start)
+        num_read = read_at(descriptor, buffers, start, end - start)
         if start + num_read < end:
             raise OSError(f"it ends at byte {start + num_read}, before {end}")
     except OSError as error:
@@ -241,15 +241,20 @@ def _read(descriptor: int, stretch: list[Part], buffers: list[Any]) -> None:
 
 def memory_of(part: Part) -> Any:
     """The bytes of a part as a buffer to write to; the part keeps its tensor alive meanwhile."""
+    return memory_at(part.tensor.data_ptr() + part.begin, part.num_bytes)
+
+
+def memory_at(address: int, num_bytes: int) -> Any:
+    """Bytes of somebody else's memory as a buffer to write to."""
     # A tenth of the time that an array of the tensor takes, which counts with thousands of them.
-    kind = ctypes.c_char * part.num_bytes
-    return kind.from_address(part.tensor.data_ptr() + part.begin)
+    return (ctypes.c_char * num_bytes).from_address(address)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as a flat tensor of bytes."""
-    flat = tensor.detach().reshape(-1)
-    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+def bytes_of(part: Part) -> Tensor:
+    """The bytes of a part as a flat tensor."""
+    flat = part.tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return flat.view(torch.uint8)[part.begin : part.begin + part.num_bytes]
 
 
 # -- CUDA devices -----------------------------------------------------------------------------
@@ -273,13 +278,13 @@ class DeviceLane:
         self._copied[self._turn].synchronize()
         return self._buffers[self._turn].numpy()
 
-    def send(self, parts: Iterable[tuple[Part, int]]) -> None:
-        """Copy parts of tensors to the device from their places in the buffer taken last."""
+    def send(self, parts: Iterable[tuple[Tensor, int]]) -> None:
+        """Copy to bytes on the device from their places in the buffer taken last."""
         buffer = self._buffers[self._turn]
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            for part, position in parts:
-                target = _as_bytes(part.tensor)[part.begin : part.begin + part.num_bytes]
-                target.copy_(buffer[position : position + part.num_bytes], non_blocking=True)
+            for target, position in parts:
+                source = buffer[position : position + target.numel()]
+                target.copy_(source, non_blocking=True)
             self._copied[self._turn].record(self._stream)
 
     def finish(self) -> None:
@@ -290,7 +295,7 @@ class DeviceLane:
 def _read_through(lane: DeviceLane, descriptor: int, stretch: list[Part]) -> None:
     start = stretch[0].start
     _read(descriptor, stretch, [lane.take()[: stretch[-1].end - start]])
-    lane.send((part, part.start - start) for part in stretch)
+    lane.send((bytes_of(part), part.start - start) for part in stretch)
 
 
 def _read_to_device(device: torch.device, parts: list[Part], num_threads: int) -> None:

@@ -394,7 +394,7 @@ class CheckpointManager:
             path = None if name is None else Path(name)
         self._damaged |= set(damaged)
         if path is not None:
-            all_read = suspects is None or path.name in suspects
+            all_read = ranks.share(suspects is None or path.name in suspects)
             self._remember(path, read_manifest(path), all_read=all_read)
         return path, problems
 
@@ -449,7 +449,7 @@ class CheckpointManager:
             try:
                 return self._load(contents, directory, components, verify, verify_first)
             except DamagedError:
-                continue  # it is known as damaged now, and passed over
+                self._damaged.add(directory.name)  # it is read, and passed over, from now on
 
     def _load(
         self,

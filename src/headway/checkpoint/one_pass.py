@@ -9,8 +9,7 @@ A damaged file is found out when its last byte has been read, so tensors hold da
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,18 +22,18 @@ from headway.checkpoint.intake import (
     DeviceLane,
     Part,
     as_part,
+    bytes_of,
     fill,
-    memory_of,
+    memory_at,
     tell_changed,
 )
 from headway.checkpoint.manifest import compare_digest
 from headway.checkpoint.storage import FileRecord
 
 # What is read at once is digested while it is still in the core's cache.
-_PIECE_BYTES = 256 << 10
-# A copy to a device is worth its call only if it is longer.
-_DEVICE_PIECE_BYTES = 2 << 20
-_NUM_DEVICE_BUFFERS = 3
+_PIECE_BYTES = 512 << 10
+# To a device the copies are what costs: they should be few.
+_DEVICE_PIECE_BYTES = 8 << 20
 
 
 class WholeFile(NamedTuple):
@@ -79,17 +78,19 @@ def fill_and_verify(
     The files are read from end to end; from others only what is wanted is read, unverified.
     """
     routes, sources, later = [], [], []
+    lanes = _Lanes()
     for header, record in files:
-        route = _Route(len(header.text), record.size, wishes.take(header.path))
+        route = _Route(len(header.text), record.size, wishes.take(header.path), lanes)
         later += route.left
         routes.append(route)
-        sources.append(Source(header.path, record.size, header.text, route))
+        sources.append(Source(header.path, header.text, route))
     later += wishes.rest()
     try:
         digests = digest_sources(sources, algorithm, num_threads=num_threads)
     finally:
+        lanes.finish()
         for route in routes:
-            route.finish()
+            tell_changed(route.parts)
     compared = (
         compare_digest(file.header.path, digest, file.record, algorithm)
         for file, digest in zip(files, digests)
@@ -101,90 +102,128 @@ def fill_and_verify(
 
 
 class _Segment(NamedTuple):
-    """A stretch of a file: the bytes of a tensor, or bytes that nobody wants."""
+    """A stretch of a piece: bytes of a tensor, or bytes that nobody wants."""
 
-    start: int
-    end: int
-    part: Part | None
+    position: int
+    """Where it begins in the piece."""
+    num_bytes: int
+    address: int | None
+    """Where it goes on the host."""
+    target: torch.Tensor | None
+    """Where it goes on a device."""
 
 
-class _Route:
-    """Where the bytes of one file go."""
+class _Lanes:
+    """The buffers of the threads, for all files that they read."""
 
-    def __init__(self, begin: int, end: int, wanted: list[tuple[Part, Destination]]) -> None:
-        self.left: list[Destination] = []
-        """Whose bytes go elsewhere already, or which are on another device than the first."""
-        self._segments: list[_Segment] = []
-        self._device: torch.device | None = None
-        self._lanes: dict[int, DeviceLane] = {}
+    def __init__(self) -> None:
+        self._to_devices: dict[tuple[int, torch.device], DeviceLane] = {}
         self._scratch: dict[int, memoryview] = {}
-        position = begin
-        for part, destination in sorted(wanted, key=lambda pair: pair[0].start):
-            on_another = part.tensor.is_cuda and self._device not in (None, part.tensor.device)
-            if part.start < position or on_another:
-                self.left.append(destination)
-                continue
-            if part.tensor.is_cuda:
-                self._device = part.tensor.device
-            if part.start > position:
-                self._segments.append(_Segment(position, part.start, None))
-            self._segments.append(_Segment(part.start, part.end, part))
-            position = part.end
-        if position < end:
-            self._segments.append(_Segment(position, end, None))
-        self.piece_bytes = _PIECE_BYTES if self._device is None else _DEVICE_PIECE_BYTES
-        if self._device is not None:
-            # What the tensors were last used for may be on any stream.
-            torch.cuda.synchronize(self._device)
 
-    def place(self, thread: int, begin: int, end: int) -> Sequence[Any]:
-        """Tensors on the host are filled where they are, all else in a buffer of the thread."""
-        buffers, own = [], None
-        for segment in self._cut(begin, end):
-            if segment.part is not None and not segment.part.tensor.is_cuda:
-                buffers.append(memory_of(segment.part))
-                continue
-            if own is None:
-                own = self._take_buffer(thread)
-            buffers.append(own[segment.start - begin : segment.end - begin])
-        return buffers
+    def take(self, thread: int, device: torch.device | None) -> Any:
+        """The next buffer of a thread, for what goes to a device, or nowhere."""
+        if device is not None:
+            if (thread, device) not in self._to_devices:
+                # What the tensors were last used for may be on any stream.
+                torch.cuda.synchronize(device)
+                self._to_devices[thread, device] = DeviceLane(device, _DEVICE_PIECE_BYTES)
+            return self._to_devices[thread, device].take()
+        if thread not in self._scratch:
+            self._scratch[thread] = memoryview(bytearray(_PIECE_BYTES))
+        return self._scratch[thread]
 
-    def deliver(self, thread: int, begin: int, end: int) -> None:
-        """Send what is for the device on its way."""
-        if self._device is None:
-            return
-        to_send = [
-            (segment.part, segment.start - begin)
-            for segment in self._cut(begin, end)
-            if segment.part is not None and segment.part.tensor.is_cuda
-        ]
-        if to_send:
-            self._lanes[thread].send(to_send)
+    def send(
+        self, thread: int, device: torch.device, parts: Sequence[tuple[torch.Tensor, int]]
+    ) -> None:
+        """Have the thread's last buffer copied to where it belongs on the device."""
+        self._to_devices[thread, device].send(parts)
 
     def finish(self) -> None:
         """Return when all is in place."""
-        for lane in self._lanes.values():
+        for lane in self._to_devices.values():
             lane.finish()
-        tell_changed(segment.part for segment in self._segments if segment.part is not None)
 
-    def _take_buffer(self, thread: int) -> Any:
+
+class _Route:
+    """Where the bytes of one file go, piece by piece."""
+
+    def __init__(
+        self, begin: int, end: int, wanted: list[tuple[Part, Destination]], lanes: _Lanes
+    ) -> None:
+        self.left: list[Destination] = []
+        """Whose bytes go elsewhere already, or which are on another device than the first."""
+        self.parts: list[Part] = []
+        self.bounds = [begin]
+        self._pieces: list[list[_Segment]] = [[]]
+        self._lanes = lanes
+        devices = [part.tensor.device for part, _ in wanted if part.tensor.is_cuda]
+        self._device = devices[0] if devices else None
+        self._piece_bytes = _PIECE_BYTES if self._device is None else _DEVICE_PIECE_BYTES
+        self._position = begin
+        for part, destination in sorted(wanted, key=lambda pair: pair[0].start):
+            is_elsewhere = part.tensor.is_cuda and part.tensor.device != self._device
+            if part.start < self._position or is_elsewhere:
+                self.left.append(destination)
+                continue
+            self._pass_by(part.start)
+            self._lead(part)
+            self.parts.append(part)
+        self._pass_by(end)
+        self._end_piece()
+
+    def _pass_by(self, end: int) -> None:
+        """Up to there nobody wants anything."""
+        while self._position < end:
+            self._add(self._room(end), None, None)
+
+    def _lead(self, part: Part) -> None:
+        """The next bytes go into a tensor."""
+        address = None if part.tensor.is_cuda else part.tensor.data_ptr() - part.start
+        on_device = bytes_of(part) if part.tensor.is_cuda else None
+        filled = self._position - self.bounds[-1]
+        if filled >= self._piece_bytes // 2 and filled + part.num_bytes > self._piece_bytes:
+            self._end_piece()  # rather than cut a tensor in two
+        while self._position < part.end:
+            place, num_bytes = self._position, self._room(part.end)
+            if on_device is None:
+                assert address is not None
+                self._add(num_bytes, address + place, None)
+            else:
+                first = place - part.start
+                self._add(num_bytes, None, on_device[first : first + num_bytes])
+
+    def _room(self, end: int) -> int:
+        """How much of what ends there belongs to the current piece, or to a new one."""
+        if self._position - self.bounds[-1] >= self._piece_bytes:
+            self._end_piece()
+        return min(end, self.bounds[-1] + self._piece_bytes) - self._position
+
+    def _add(self, num_bytes: int, address: int | None, target: torch.Tensor | None) -> None:
+        place = self._position - self.bounds[-1]
+        self._pieces[-1].append(_Segment(place, num_bytes, address, target))
+        self._position += num_bytes
+
+    def _end_piece(self) -> None:
+        if self._position > self.bounds[-1]:
+            self.bounds.append(self._position)
+            self._pieces.append([])
+
+    def place(self, thread: int, number: int) -> Sequence[Any]:
+        """Tensors on the host are filled where they are, all else in a buffer of the thread."""
+        buffers, own = [], None
+        for position, num_bytes, address, _ in self._pieces[number]:
+            if address is not None:
+                buffers.append(memory_at(address, num_bytes))
+                continue
+            if own is None:
+                own = self._lanes.take(thread, self._device)
+            buffers.append(own[position : position + num_bytes])
+        return buffers
+
+    def deliver(self, thread: int, number: int) -> None:
+        """Send what is for the device on its way."""
         if self._device is None:
-            if thread not in self._scratch:
-                self._scratch[thread] = memoryview(bytearray(self.piece_bytes))
-            return self._scratch[thread]
-        if thread not in self._lanes:
-            self._lanes[thread] = DeviceLane(self._device, self.piece_bytes, _NUM_DEVICE_BUFFERS)
-        return self._lanes[thread].take()
-
-    def _cut(self, begin: int, end: int) -> Iterator[_Segment]:
-        """The segments of a stretch, those at its ends cut to it."""
-        first = bisect.bisect_right(self._segments, begin, key=lambda segment: segment.start) - 1
-        for number in range(first, len(self._segments)):
-            start, stop, part = self._segments[number]
-            if start >= end:
-                return
-            low, high = max(start, begin), min(stop, end)
-            if part is not None:
-                place = part.begin + low - start
-                part = part._replace(begin=place, num_bytes=high - low, start=low)
-            yield _Segment(low, high, part)
+            return
+        to_send = [(s.target, s.position) for s in self._pieces[number] if s.target is not None]
+        if to_send:
+            self._lanes.send(thread, self._device, to_send)

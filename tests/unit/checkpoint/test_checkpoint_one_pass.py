@@ -13,15 +13,18 @@ from torch import nn
 from headway.checkpoint import (
     CheckpointContents,
     CheckpointManager,
+    DamagedError,
     SharingPattern,
     StateComponent,
+    intake,
     jobs,
+    load_checkpoint,
     one_pass,
     verify,
 )
 from headway.checkpoint import digest as digest_module
 from headway.checkpoint.digest import digest_file
-from headway.checkpoint.errors import DamagedError, MisfitError
+from headway.checkpoint.errors import MisfitError
 from headway.checkpoint.header import read_header
 from headway.checkpoint.intake import Destination
 from headway.checkpoint.loading import Loading
@@ -244,6 +247,24 @@ def test_a_damaged_small_file_and_a_misfit_change_nothing(tmp_path):
     assert same(values(live), before)
 
 
+@pytest.mark.parametrize("prefix", ["model", "optimizer"])
+def test_loads_that_others_may_survive_verify_first(tmp_path, prefix):
+    path = CheckpointManager(tmp_path).save(trained(0), 1)
+    DAMAGES["last byte"](path / f"{prefix}-00001-of-00001.safetensors")
+    live = trained(1)
+    before = values(live)
+    loads = [
+        lambda: CheckpointManager(tmp_path).load(live, path, verify_first=True),
+        lambda: load_checkpoint(checkpoint_dir=path, model=live.model, optimizer=live.optimizer),
+    ]
+    if prefix == "model":
+        loads.append(lambda: CheckpointManager(tmp_path).load_model(live.model, path))
+    for load in loads:
+        with pytest.raises(DamagedError, match=f"{prefix}-00001"):
+            load()
+        assert same(values(live), before)
+
+
 def test_nothing_good_is_left(tmp_path):
     good, newest = padded_run(tmp_path)
     for path in (good, newest):
@@ -407,6 +428,71 @@ def test_a_failed_load_counts_as_a_change_in_place(tmp_path):
         manager.load(live, path)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class OnDevice:
+    """Stands for a tensor on a CUDA device."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def __init__(self, shape):
+        self.values = torch.zeros(shape)
+
+
+class LateLane:
+    """Copies to the device only when it must, as a device that is slow."""
+
+    def __init__(self, device, buffer_bytes):
+        self.buffers = [torch.zeros(buffer_bytes, dtype=torch.uint8) for _ in range(2)]
+        self.waiting, self.turn = [[], []], 0
+
+    def _copy(self, turn):
+        for target, values in self.waiting[turn]:
+            target.copy_(values)
+        self.waiting[turn] = []
+
+    def take(self):
+        self.turn = 1 - self.turn
+        self._copy(self.turn)
+        return self.buffers[self.turn].numpy()
+
+    def send(self, parts):
+        buffer = self.buffers[self.turn]
+        self.waiting[self.turn] = [(t, buffer[at : at + t.numel()]) for t, at in parts]
+
+    def finish(self):
+        self._copy(0)
+        self._copy(1)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_bytes_for_a_device_go_over_buffers(tmp_path, monkeypatch, num_threads):
+    def as_part(wish):
+        held = wish.tensor.values if isinstance(wish.tensor, OnDevice) else wish.tensor
+        return intake.Part(wish.tensor, 0, held.nbytes, wish.stored.path, wish.stored.start)
+
+    def bytes_of(part):
+        return part.tensor.values.reshape(-1).view(torch.uint8)
+
+    monkeypatch.setattr(jobs, "_WORTH_THREADS_BYTES", 0)
+    monkeypatch.setattr(one_pass, "_DEVICE_PIECE_BYTES", 256)
+    monkeypatch.setattr(one_pass, "DeviceLane", LateLane)
+    monkeypatch.setattr(one_pass, "as_part", as_part)
+    monkeypatch.setattr(one_pass, "bytes_of", bytes_of)
+    monkeypatch.setattr(one_pass, "tell_changed", list)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    stored = {f"t{number:03}": torch.randn(number % 9) for number in range(200)}
+    stored |= {"large": torch.randn(50, 11), "gap": torch.randn(40), "host": torch.randn(70)}
+    write_shards(tmp_path, "m", stored, max_shard_bytes=3000)
+    files = [whole_file(path) for path in sorted(tmp_path.glob("*.safetensors"))]
+    located = {name: one for file in files for name, one in file.header.tensors.items()}
+    live = {name: OnDevice(t.shape) for name, t in stored.items() if name != "gap"}
+    live |= {name: torch.zeros_like(stored[name]) for name in ("host", "t007")}
+    wishes = [Destination(located[name], tensor) for name, tensor in live.items()]
+    assert fill_and_verify(Wishes(wishes), files, "sha256", num_threads) == []
+    for name, tensor in live.items():
+        held = tensor.values if isinstance(tensor, OnDevice) else tensor
+        assert torch.equal(held, stored[name]), name
 
 
 @pytest.mark.gpu
