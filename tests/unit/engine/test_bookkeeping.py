@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from headway import TrainerCallback
+from headway.engine import bookkeeping
 from headway.engine.bookkeeping import BookkeepingError
 from headway.errors import ConfigError
 from headway.testing import tiny_trainer
@@ -90,25 +92,24 @@ def test_what_a_result_asks_for_acts_at_that_step_and_the_end_waits_for_all(tmp_
     assert came == [False]
 
 
-def test_an_operation_past_its_hard_limit_ends_the_run_by_its_name(tmp_path, caplog):
-    stuck = threading.Event()
+def test_an_operation_past_its_hard_limit_ends_the_run_by_its_name(tmp_path, caplog, monkeypatch):
+    stuck, now_s = threading.Event(), [0.0]
+    monkeypatch.setattr(bookkeeping, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    # The run has failed by then, on a clock that stands still: there is nothing to wait for.
+    monkeypatch.setattr(bookkeeping, "_AFTER_ERROR_S", 0.0)
 
-    class Hold(TrainerCallback):
-        """Steps longer than the limits."""
-
+    class Tick(TrainerCallback):
         def on_step_begin(self):
-            threading.Event().wait(0.03)
+            now_s[0] += 10.0
 
     def begin(trainer):
-        trainer.run_bookkeeping_op(
-            stuck.wait, op_name="upload", soft_timeout=0.01, hard_timeout=0.05
-        )
+        trainer.run_bookkeeping_op(stuck.wait, op_name="upload", soft_timeout=15, hard_timeout=35)
 
-    trainer = tiny_trainer(tmp_path, [Begin(begin), Hold()], max_steps=100)
-    with pytest.raises(BookkeepingError, match=r"'upload' did not end within 0\.05 s"):
+    trainer = tiny_trainer(tmp_path, [Begin(begin), Tick()], max_steps=100)
+    with pytest.raises(BookkeepingError, match="'upload' did not end within 35 s"):
         trainer.train()
-    assert 2 <= trainer.state.global_step <= 20
-    assert "'upload' has taken more than 0.01 s" in caplog.text
+    assert trainer.state.global_step == 5  # begun at step 1, 40 s ago
+    assert "'upload' has taken more than 15 s" in caplog.text
     stuck.set()
 
 
