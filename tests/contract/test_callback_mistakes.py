@@ -196,6 +196,12 @@ WRONG += [
     *each("EvaluatorCallback", "time_budget_s", (0, -1, "soon"), **EVALUATORS),
     ("EvaluatorCallback", {**EVALUATORS, "eval_duration": "1 epok"}, ("eval_duration", "epok")),
     ("EvaluatorCallback", {**EVALUATORS, "evaluator_errors": "skp"}, ("skp", "skip")),
+    *each("LMHarnessCallback", "tasks", ("arc_easy", [], 3)),
+    *each("LMHarnessCallback", "eval_interval", WHOLE, tasks=["arc_easy"]),
+    *each("LMHarnessCallback", "fixed_steps", (3, [0], ["a"]), tasks=["arc_easy"]),
+    *each("LMHarnessCallback", "batch_size", WHOLE, tasks=["arc_easy"]),
+    *each("LMHarnessCallback", "timeout_s", (0, -1, "soon"), tasks=["arc_easy"]),
+    *each("LMHarnessCallback", "keep_models", FLAGS, tasks=["arc_easy"]),
     *each("BeakerCallback", "update_interval", WHOLE),
     *each("BeakerCallback", "enabled", (1, "yes")),
     *each("BeakerCallback", "experiment_id", ("", 3)),
@@ -363,7 +369,6 @@ def label(entry: Any) -> str:
 def test_a_wrong_value_is_told_with_its_parameter(
     name: str, arguments: dict[str, Any], told: tuple[Any, ...]
 ) -> None:
-    need(name)
     # What is no mapping at all is a TypeError by the specification of TBLogger.
     error = TypeError if (name, arguments) == NOT_A_MAPPING else ConfigError
     with pytest.raises(error) as caught:

@@ -82,8 +82,10 @@ def test_order_of_one_step_with_everything_due(tmp_path):
         "on_log",  # the evaluation's own record
         "on_evaluate",
         "on_save",
+        "on_step_settled",
         "on_metrics",  # how long the save took, which is known now
         "on_epoch_end",
+        "on_run_settled",
         "on_log",  # the summary of the run, without on_log_step
         "on_train_end",
         "on_close",

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headway.callbacks.evaluate.options import check_steps
 from headway.callbacks.evaluate.tasks import read_task
 from headway.callbacks.watch.ranges import (
     require_count,
@@ -71,16 +72,20 @@ class LMHarnessCallback(TrainerCallback):
         if isinstance(tasks, str) or not isinstance(tasks, Sequence) or not tasks:
             raise ConfigError(f"{kind}: tasks: {tasks!r} given; allowed: a list of names of tasks")
         require_count(f"{kind}: eval_interval", eval_interval, least=1, optional=True)
-        for step in fixed_steps or ():
-            require_count(f"{kind}: fixed_steps", step, least=1)
-        require_flag(f"{kind}: eval_on_finish", eval_on_finish)
+        for option, flag in (
+            ("eval_on_finish", eval_on_finish),
+            ("include_defaults", include_defaults),
+            ("keep_models", keep_models),
+        ):
+            require_flag(f"{kind}: {option}", flag)
         require_count(f"{kind}: num_fewshot", num_fewshot, optional=True)
         require_count(f"{kind}: limit", limit, least=1, optional=True)
         require_count(f"{kind}: batch_size", batch_size, least=1)
         require_positive(f"{kind}: timeout_s", timeout_s)
-        require_name(f"{kind}: name", name)
+        for option, text in (("name", name), ("device", device), ("dtype", dtype)):
+            require_name(f"{kind}: {option}", text)
         self.tasks, self.name_of_metrics = list(tasks), name
-        self.eval_interval, self.fixed_steps = eval_interval, frozenset(fixed_steps or ())
+        self.eval_interval, self.fixed_steps = eval_interval, check_steps(kind, fixed_steps)
         self.eval_on_finish, self.keep_models = eval_on_finish, keep_models
         self.timeout_s = timeout_s
         self._settings = {

@@ -45,18 +45,24 @@ class EvalOptions:
         if given["evaluator_errors"] not in ERROR_POLICIES:
             what = unknown("evaluator_errors", str(given["evaluator_errors"]), ERROR_POLICIES)
             raise ConfigError(f"{kind}: {what}")
-        steps = [] if fixed_steps is None else fixed_steps
-        if isinstance(steps, str) or not isinstance(steps, Sequence):
-            raise ConfigError(f"{kind}: fixed_steps: {steps!r} given; allowed: a list of steps")
-        for step in steps:
-            require_count(f"{kind}: fixed_steps", step, least=1)
+        steps = check_steps(kind, fixed_steps)
         try:
             duration = Duration.parse(eval_duration)
         except ConfigError as error:
             raise ConfigError([f"{kind}: eval_duration: {p}" for p in error.problems]) from error
-        return cls(fixed_steps=frozenset(steps), eval_duration=duration, **given)
+        return cls(fixed_steps=steps, eval_duration=duration, **given)
 
     def is_due(self, step: int) -> bool:
         """Whether the step just done is one to evaluate after."""
         by_interval = self.eval_interval is not None and step % self.eval_interval == 0
         return by_interval or step in self.fixed_steps
+
+
+def check_steps(kind: str, fixed_steps: Any) -> frozenset[int]:
+    """The option `fixed_steps` of a class called `kind`."""
+    steps = [] if fixed_steps is None else fixed_steps
+    if isinstance(steps, str) or not isinstance(steps, Sequence):
+        raise ConfigError(f"{kind}: fixed_steps: {steps!r} given; allowed: a list of steps")
+    for step in steps:
+        require_count(f"{kind}: fixed_steps", step, least=1)
+    return frozenset(steps)
