@@ -18,20 +18,32 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-_SMALL_BYTES = 1 << 20
-_TOGETHER_BYTES = 8 << 20
+_SMALL_NUMBERS = 1 << 17
+_NUM_TOGETHER = 64
+_FACTOR = 0x5851F42D4C957F2D
 NUM_BUCKETS = 16
 
 
-@dataclass(frozen=True)
 class Held:
     """A tensor that this rank holds, or its part of one."""
 
-    name: str
-    key: str
-    """The same on all ranks that should hold the same bits."""
-    read: Callable[[], Tensor]
-    """The tensor as it is now; writing to it changes what the rank holds."""
+    def __init__(self, name: str, key: str, read: Callable[[], Tensor]) -> None:
+        self.name = name
+        self.key = key
+        """The same on all ranks that should hold the same bits."""
+        self.read = read
+        """The tensor as it is now; writing to it changes what the rank holds."""
+        self._words: Tensor | None = None
+        self._at = 0
+
+    def words(self) -> Tensor:
+        """Its bits as whole numbers, one after the other where they lie so."""
+        tensor = self.read()
+        # Making a view takes longer than adding up a small tensor.
+        if self._words is None or tensor.data_ptr() != self._at:
+            self._at, words = tensor.data_ptr(), _words(tensor)
+            self._words = words.view(-1) if words.is_contiguous() else words
+        return self._words
 
 
 def find_held(model: nn.Module, optimizer: Optimizer | None = None) -> list[Held]:
@@ -106,55 +118,33 @@ class Group:
     members: list[Held]
 
 
-class Adder:
-    """Adds up tensors; it remembers where each of those that go together ends."""
+def add_up_each(members: Sequence[Held]) -> Tensor:
+    """The checksum of each tensor, on its device."""
+    import torch
 
-    def __init__(self) -> None:
-        self._ends: dict[Any, Tensor] = {}
-
-    def add_up(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The checksum of each tensor, as one tensor of 64-bit numbers on their device."""
-        import torch
-
-        sums: list[Any] = [None] * len(tensors)
-        together: dict[Any, list[int]] = {}
-        for index, tensor in enumerate(tensors):
-            if tensor.numel() * tensor.element_size() > _SMALL_BYTES:
-                sums[index] = _words(tensor).sum(dtype=torch.int64)
-            else:
-                together.setdefault((tensor.device, _words(tensor).dtype), []).append(index)
-        for (device, _), indices in together.items():
-            for chosen in _chunks(indices, tensors):
-                parts = [_words(tensors[i]).reshape(-1) for i in chosen]
-                ends = self._ends_of(tuple(part.numel() for part in parts), device)
-                # Differences of a running sum are exact also where it wraps around.
-                running = torch.cat(parts).cumsum(0, dtype=torch.int64)[ends]
-                found = torch.cat([running[:1], running[1:] - running[:-1]])
-                for i, total in zip(chosen, found.unbind()):
-                    sums[i] = total
-        device = tensors[0].device
-        return torch.stack([total.to(device) for total in sums])
-
-    def _ends_of(self, sizes: tuple[int, ...], device: Any) -> Tensor:
-        import torch
-
-        if (sizes, device) not in self._ends:
-            self._ends[sizes, device] = (torch.tensor(sizes).cumsum(0) - 1).to(device)
-        return self._ends[sizes, device]
+    device = members[0].words().device
+    return torch.stack([one.words().sum(dtype=torch.int64).to(device) for one in members])
 
 
-def _chunks(indices: list[int], tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    chunk: list[int] = []
-    room = _TOGETHER_BYTES
-    for index in indices:
-        num_bytes = tensors[index].numel() * tensors[index].element_size()
-        if chunk and num_bytes > room:
-            yield chunk
-            chunk, room = [], _TOGETHER_BYTES
-        chunk.append(index)
-        room -= num_bytes
-    if chunk:
-        yield chunk
+def add_up(members: Sequence[Held]) -> Tensor:
+    """As many checksums as it takes to see any change: large tensors have one each, small ones
+    share them."""
+    import torch
+
+    words = [one.words() for one in members]
+    device, sums = words[0].device, []
+    small: dict[Any, list[Tensor]] = {}
+    for one in words:
+        if one.numel() > _SMALL_NUMBERS or one.dim() != 1:
+            sums.append(one.sum(dtype=torch.int64))
+        else:
+            small.setdefault((one.device, one.dtype), []).append(one)
+    for together in small.values():
+        for start in range(0, len(together), _NUM_TOGETHER):
+            joined = torch.cat(together[start : start + _NUM_TOGETHER])
+            sums.append(joined.sum(dtype=torch.int64))
+    # A low-bit state has its scales on the device of its values, as a rule.
+    return torch.stack([one if one.device == device else one.to(device) for one in sums])
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -169,15 +159,12 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor.view(kind)
 
 
-def fold(sums: Tensor) -> Tensor:
-    """At most `NUM_BUCKETS` numbers, each of which changes when any sum that goes into it does."""
-    import torch
-
-    num_rows = -(-len(sums) // NUM_BUCKETS)
-    padded = torch.zeros(num_rows * NUM_BUCKETS, dtype=torch.int64, device=sums.device)
-    padded[: len(sums)] = sums
-    # Odd factors, so that no power of two is lost; each row another, so that two errors of one
-    # size in different rows do not make up for each other.
-    rows = torch.arange(num_rows, dtype=torch.int64, device=sums.device)
-    factors = (rows * 0x5851F42D4C957F2D) | 1
-    return (padded.view(num_rows, NUM_BUCKETS) * factors[:, None]).sum(0)[: len(sums)]
+def fold(sums: Sequence[int]) -> list[int]:
+    """At most `NUM_BUCKETS` numbers, one of which changes when any one of the sums does."""
+    buckets = [0] * min(NUM_BUCKETS, len(sums))
+    for index, total in enumerate(sums):
+        row, bucket = divmod(index, NUM_BUCKETS)
+        # Odd factors, so that no power of two is lost; each row another, so that two errors of
+        # one size in different rows do not make up for each other.
+        buckets[bucket] += total * (row * _FACTOR | 1)
+    return [bucket % (1 << 64) for bucket in buckets]

@@ -15,7 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headway.callbacks.guard.checksums import Adder, Group, Held, find_held, fold, group_shared
+from headway.callbacks.guard.checksums import (
+    Group,
+    Held,
+    add_up,
+    add_up_each,
+    find_held,
+    fold,
+    group_shared,
+)
 from headway.callbacks.guard.recovery import Recovery
 from headway.callbacks.watch.ranges import require_count, require_flag
 from headway.dist.agreement import exchange, spell_ranks
@@ -45,7 +53,7 @@ class ReplicaCheckCallback(TrainerCallback):
 
     def __init__(
         self,
-        interval: int = 50,
+        interval: int = 90,
         action: str = "abort",
         *,
         optimizer_state: bool = False,
@@ -67,7 +75,6 @@ class ReplicaCheckCallback(TrainerCallback):
         """What was found so far, in words."""
         self._active = False
         self._groups: dict[str, Group] | None = None
-        self._adder = Adder()
         self._under_way: _Sums | None = None
         self._equal_step = 0
         self._process_groups: dict[str, Any] = {}
@@ -121,7 +128,7 @@ class ReplicaCheckCallback(TrainerCallback):
             # Not earlier: an optimizer has its state after the first step.
             held = find_held(trainer.strategy.unwrap(), optimizer if self.optimizer_state else None)
             self._groups = group_shared(held, exchange([one.key for one in held]))
-        self._under_way = _Sums(state.global_step, self._groups, self._adder)
+        self._under_way = _Sums(state.global_step, self._groups)
 
     def _compare(self, state: TrainerState, control: TrainerControl, trainer: Any) -> None:
         sums, self._under_way = self._under_way, None
@@ -179,21 +186,18 @@ class ReplicaCheckCallback(TrainerCallback):
 class _Sums:
     """The sums of one step, on their way to the host."""
 
-    def __init__(self, step: int, groups: Mapping[str, Group], adder: Adder) -> None:
+    def __init__(self, step: int, groups: Mapping[str, Group]) -> None:
         import torch
 
         self.step, self._groups = step, groups
-        self._by_group: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
         self._event: Any = None
         with torch.no_grad():
             for name, group in groups.items():
-                sums = adder.add_up([held.read() for held in group.members])
-                folded = fold(sums)
-                on_cuda = folded.device.type == "cuda"
-                copy = torch.empty(len(folded), dtype=torch.int64, pin_memory=on_cuda)
-                self._by_group[name] = sums
-                self._copies[name] = copy.copy_(folded, non_blocking=True)
+                sums = add_up(group.members)
+                on_cuda = sums.device.type == "cuda"
+                copy = torch.empty(len(sums), dtype=torch.int64, pin_memory=on_cuda)
+                self._copies[name] = copy.copy_(sums, non_blocking=True)
                 if on_cuda:
                     self._event = torch.cuda.Event()
                     self._event.record()
@@ -202,14 +206,16 @@ class _Sums:
         """A few numbers of each group of ranks that this one belongs to."""
         if self._event is not None:
             self._event.synchronize()
-        return {name: copy.tolist() for name, copy in self._copies.items()}
+        return {name: fold(copy.tolist()) for name, copy in self._copies.items()}
 
     def by_name(self, groups: list[str]) -> dict[str, dict[str, int]]:
-        """Of some groups the sum of every tensor."""
+        """Of some groups the sum of every tensor, as it is by now."""
         return {
             name: {
                 held.name: total
-                for held, total in zip(self._groups[name].members, self._by_group[name].tolist())
+                for held, total in zip(
+                    self._groups[name].members, add_up_each(self._groups[name].members).tolist()
+                )
             }
             for name in groups
             if name in self._groups
