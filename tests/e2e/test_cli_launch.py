@@ -51,6 +51,12 @@ class Hold(TrainerCallback):
             print("holding", file=sys.stderr, flush=True)
             open("gate").read()
 
+class HoldTwice(TrainerCallback):
+    def on_step_end(self, state):
+        if state.global_step in (2, 4) and RANK == "0":
+            print("holding", file=sys.stderr, flush=True)
+            open("gate").read()
+
 class _Deed(TrainerCallback):
     def on_step_end(self, state):
         if state.global_step == 5 and RANK == "1" and FIRST:
@@ -172,13 +178,15 @@ def test_a_signal_saves_and_stops_and_is_no_reason_to_restart(
     number: signal.Signals, code: int, folder: Path
 ) -> None:
     os.mkfifo(folder / "gate")
-    words = ("--nproc", "2", "--max-restarts", "2", "--callbacks=[deeds.Note,deeds.Hold]")
+    words = ("--nproc", "2", "--max-restarts", "2", "--callbacks=[deeds.Note,deeds.HoldTwice]")
     with started(*TRAIN, *words) as process:
         wait_for(process, "holding")
         process.send_signal(signal.SIGUSR1)
         (folder / "gate").write_text("open")
-        wait_for(process, "step 3/")
+        wait_for(process, "holding")
         process.send_signal(number)
+        wait_for(process, "Once more stops at once")
+        (folder / "gate").write_text("open")
         out, err = process.communicate(timeout=120)
     assert process.returncode == code, err
     saved = checkpoints(folder)

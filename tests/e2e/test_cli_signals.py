@@ -37,6 +37,11 @@ class Hold(TrainerCallback):
         if state.global_step == 2:
             hold()
 
+class Tell(TrainerCallback):
+    def on_step_end(self, state):
+        if state.global_step < 10:
+            print("at step", state.global_step, file=sys.stderr, flush=True)
+
 class FirstStep(TrainerCallback):
     def on_forward_backward_begin(self, state):
         if state.global_step == 0:
@@ -100,8 +105,8 @@ def training(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 def test_a_signal_saves_and_stops_and_the_run_goes_on(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
-    with training(tmp_path) as process:
-        wait_for(process, "step 3/")
+    with training(tmp_path, "--callbacks=[hold.Tell]") as process:
+        wait_for(process, "at step 3")
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
@@ -197,10 +202,11 @@ def test_a_signal_to_the_whole_group_does_not_lose_the_loader_s_workers(
 ) -> None:
     """What a terminal does on Ctrl-C, and a scheduler on cancelling a job."""
     words = ("--args.dataloader_num_workers=2", "--args.save_total_limit=null")
+    words += ("--callbacks=[hold.Tell]",)
     with training(tmp_path, *words) as process:
-        wait_for(process, "step 3/")
+        wait_for(process, "at step 3")
         os.killpg(process.pid, signal.SIGUSR1)
-        wait_for(process, "step 5/")
+        wait_for(process, "at step 5")
         os.killpg(process.pid, number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
