@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from headway.cli.main import main
+from headway.data.tokenizer import ByteTokenizer
+from headway.data.tokens import TokenFileWriter
 
 GOOD: dict[str, Any] = {
     "model": {"vocab_size": 258, "hidden_size": 16, "num_layers": 1, "num_heads": 2},
@@ -41,7 +43,7 @@ PARTS = """\
 import torch
 from torch import nn
 
-from headway import TrainerCallback
+from headway import CallbackConfig, TrainerCallback
 
 
 class Head(nn.Module):
@@ -77,6 +79,11 @@ class Unbuildable(Head):
 
 class Misspelt(TrainerCallback):
     def on_step_ends(self, args, state, control): ...
+
+
+class NeedsTrainer(CallbackConfig):
+    def build(self, trainer):
+        trainer.train_dataloader_of_a_run
 """
 
 
@@ -233,3 +240,30 @@ def test_the_parts_of_the_memory_estimate_are_all_shown(
     out = capsys.readouterr().out
     assert all(f"{name.removesuffix('_bytes')} " in out for name in parts)
     assert "forward pass" not in out
+
+
+def evaluators(**tasks: Any) -> dict[str, Any]:
+    lm = {"eval_dataset": {"own": "own.hwt"}, "sequence_length": 16, "eval_interval": 1}
+    return {
+        "lm": {"class_path": "LMEvaluatorCallbackConfig", "init_args": lm},
+        "tasks": {
+            "class_path": "DownstreamEvaluatorCallbackConfig",
+            "init_args": {"tasks": ["everyday"], "eval_interval": None, **tasks},
+        },
+        "later": {"class_path": "PARTS.NeedsTrainer"},
+    }
+
+
+def test_evaluators_of_a_run_file_are_built(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = ByteTokenizer()
+    with TokenFileWriter("own.hwt", tokenizer=tokenizer) as writer:
+        writer.add_document(tokenizer.encode("the tide turns from land. " * 4, True))
+    assert main(["check", write(here, callbacks=evaluators())]) == 0
+    Path("broken.jsonl").write_text("{}\n")
+    run = write(here, callbacks=evaluators(tasks=["broken.jsonl"]))
+    capsys.readouterr()
+    assert main(["check", run]) == 2
+    assert "broken.jsonl, line 1" in capsys.readouterr().err
+    Path("own.hwt").unlink()
+    assert main(["check", write(here, callbacks=evaluators())]) == 2
+    assert "own.hwt" in capsys.readouterr().err

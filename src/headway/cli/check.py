@@ -47,12 +47,15 @@ def examine(run_config: RunConfig) -> dict[str, Any]:
     from headway.optim.build import build_scheduler
     from headway.trainers import from_config
     from headway.trainers.plan import accumulation_steps, has_length, plan_run, sample_length
+    from headway.trainers.registration import TrialRegistration
 
     args = run_config.args
     from_config.check_output_dir(args.output_dir)
     tokenizer = from_config.build_tokenizer(run_config)
     train, held_out = from_config.build_datasets(run_config, tokenizer)
-    _register(args, from_config.build_callbacks(run_config))
+    TrialRegistration(
+        args, processing_class=tokenizer, train_dataset=train, eval_dataset=held_out
+    ).register(from_config.build_callbacks(run_config))
     collator = from_config.build_collator(run_config, tokenizer)
     model, not_meta = from_config.build_model_to_look_at(run_config)
     accumulation = accumulation_steps(args, 1, train)
@@ -145,16 +148,6 @@ def _find_problems(
         lambda: rehearse(args, model, build_model_init(run_config), device),
     )
     return tried[0]
-
-
-def _register(args: Any, callbacks: Any) -> None:
-    """Find what only registration finds: a misspelt hook, a handler with wrong arguments."""
-    from headway.engine.events import EventBus, normalise_callbacks
-    from headway.engine.state import TrainerControl, TrainerState
-
-    bus = EventBus(args, TrainerState(), TrainerControl())
-    for name, callback in normalise_callbacks(callbacks):
-        bus.add(callback, name)
 
 
 def _try_forward(model: Any, batch: Any) -> str | None:

@@ -2,6 +2,8 @@
 
 Owns: which callbacks a run has (given ones, defaults, what configurations are built to). Does not
 own: names, order and delivery (engine/events).
+
+`TrialRegistration` registers as a trainer would where there is none, to find mistakes.
 """
 
 from __future__ import annotations
@@ -11,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 from headway.callbacks import default_callbacks as make_default_callbacks
 from headway.callbacks import reporting_callbacks
 from headway.engine.callback_config import CallbackConfig
-from headway.engine.events import TrainerCallback, normalise_callbacks
+from headway.engine.events import EventBus, TrainerCallback, normalise_callbacks
+from headway.engine.state import TrainerControl, TrainerState
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from headway.args import TrainingArguments
-    from headway.engine.events import EventBus
-    from headway.engine.state import TrainerControl
 
 
 class Registration:
@@ -73,3 +74,32 @@ class Registration:
     def remove_callback(self, callback: Any) -> None:
         """Unregister the first callback that is, or is an instance of, this one."""
         self.bus.remove(callback)
+
+
+class _OnlyInTraining(AttributeError):
+    """A configuration asked for something of a trainer that is not known without one."""
+
+
+class TrialRegistration(Registration):
+    """Stands in a trainer's place: it takes callbacks and builds configurations, no more.
+
+    `known` is what configurations find of the trainer. One that asks for more is not built: only
+    its name is taken.
+    """
+
+    def __init__(self, args: TrainingArguments, **known: Any) -> None:
+        self.args = args
+        self.bus = EventBus(args, TrainerState(), TrainerControl())
+        vars(self).update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        raise _OnlyInTraining(f"{name!r} is not known before a trainer is made")
+
+    def register(self, given: Any) -> None:
+        """Find what only registration finds: a misspelt hook, files that are not there."""
+        for name, callback in normalise_callbacks(given):
+            try:
+                self.add_callback(callback, name)
+            except _OnlyInTraining:
+                if name is not None:
+                    self.bus.add(TrainerCallback(), name)
