@@ -129,6 +129,16 @@ def broken_shard(folder: Path) -> dict[str, Any]:
     }
 
 
+def late_look(folder: Path) -> dict[str, Any]:
+    guard = NaNGuardCallback("rollback")  # looks at the weights when the loss is bad
+    trainer = poisoned_trainer(
+        folder, [BreakOnOneRank(8), guard], FSDP2Trainer, num_shares=2, max_steps=11,
+        save_steps=5, optim="adamw_torch", learning_rate=1e-2,
+    )  # fmt: skip
+    trainer.train()
+    return {"left_out": guard.recovery.skip_steps, "outcome": trainer.state.outcome}
+
+
 def pipeline_steps(folder: Path) -> dict[str, Any]:
     class Ruin(TrainerCallback):
         priority = 100
@@ -156,7 +166,7 @@ def pipeline_steps(folder: Path) -> dict[str, Any]:
 
 def live(folder: str) -> dict[str, Any]:
     init_distributed(use_cpu=True)
-    jobs = (poisoned_ddp, asked_on_one_rank, broken_shard, pipeline_steps)
+    jobs = (poisoned_ddp, asked_on_one_rank, broken_shard, late_look, pipeline_steps)
     return {job.__name__: job(Path(folder) / job.__name__) for job in jobs}
 
 
@@ -188,6 +198,12 @@ def test_a_shard_that_is_broken_on_one_rank_takes_all_back(lives: Any) -> None:
     assert told["loads"] == [10] and told["outcome"] == "completed"
     assert told["left_out"] == [(13, 14)]
     assert math.isfinite(told["loss"])
+
+
+def test_what_one_rank_finds_in_its_share_decides_for_all_which_steps_are_left_out(
+    lives: Any,
+) -> None:
+    assert both(lives, "late_look") == {"left_out": [(8, 10)], "outcome": "completed"}
 
 
 def test_stages_of_a_pipeline_leave_out_and_return_together(lives: Any) -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from headway.callbacks.guard.recovery import Recovery
 from headway.checkpoint import CheckpointError, CheckpointManager
 from headway.checkpoint.ranks import Ranks
 from headway.data.loader import WindowLoader
@@ -33,7 +34,10 @@ def roll_back(
 ) -> None:
     """Go back as the ranks ask for; all of them call this."""
     ranks, state = trainer._ranks(), trainer.state
-    request = RollbackRequest.join(ranks.exchange(request.to_dict()))
+    left_out = {name: one.skip_steps for name, one in _recoveries(trainer).items()}
+    said = ranks.exchange([request.to_dict(), left_out])
+    _require_same_steps([steps for _, steps in said])
+    request = RollbackRequest.join(wish for wish, _ in said)
     path = _find_target(saver.manager, ranks, request.before_step)
     position, step, factor = loader.state_dict(), state.global_step, state.rate_factor
     loaded = saver.load(path)
@@ -52,6 +56,23 @@ def roll_back(
     if request.changes_the_run:
         ephemeral = bool(loaded.manifest.metadata.get("ephemeral"))
         saver.save(loaded.manifest.metrics, "ephemeral" if ephemeral else "regular")
+
+
+def _recoveries(trainer: Trainer) -> dict[str, Recovery]:
+    """What guards of the run leave steps out by."""
+    found = {name: getattr(one, "recovery", None) for name, one in trainer.bus.callbacks.items()}
+    return {name: one for name, one in found.items() if isinstance(one, Recovery)}
+
+
+def _require_same_steps(said: list[dict[str, Any]]) -> None:
+    """A step that some ranks alone leave out would be waited for for ever."""
+    for name, spans in said[0].items():
+        for rank, other in enumerate(said):
+            if other.get(name) != spans:
+                raise RuntimeError(
+                    f"a rollback was asked for, but {name} would leave out steps {spans} on rank 0 "
+                    f"and {other.get(name)} on rank {rank} (each with its end exclusive)"
+                )
 
 
 def _find_target(manager: CheckpointManager, ranks: Ranks, before_step: int | None) -> Path:

@@ -11,6 +11,7 @@ from headway import TrainerCallback
 from headway.checkpoint import committed, read_manifest
 from headway.engine.rollback import RollbackRequest
 from headway.testing import tiny_trainer
+from headway.trainers.rollback import _require_same_steps
 
 
 class Ask(TrainerCallback):
@@ -130,3 +131,9 @@ def test_wishes_of_several_ranks_come_to_the_most_careful() -> None:
     joined = RollbackRequest.join(one.to_dict() for one in requests)
     assert joined == RollbackRequest(True, 7, 0.5)
     assert not RollbackRequest.join([RollbackRequest().to_dict()]).changes_the_run
+
+
+def test_ranks_that_would_leave_out_different_steps_are_told_apart() -> None:
+    _require_same_steps([{"guard": [[8, 10]]}] * 2)
+    with pytest.raises(RuntimeError, match=r"guard would.*\[\[8, 10\]\] on rank 0 and"):
+        _require_same_steps([{"guard": [[8, 10]]}, {"guard": [[9, 10]]}])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.callbacks.guard.recovery import Recovery
 from headway.callbacks.watch.ranges import require_count, require_flag
+from headway.callbacks.watch.sharing import on_all_ranks
 from headway.engine.events import TrainerCallback
 from headway.engine.state import TrainerControl, TrainerState
 from headway.errors import ConfigError
@@ -176,9 +177,9 @@ class NaNGuardCallback(TrainerCallback):
             if state.is_world_process_zero:
                 logger.warning("%s: %s; the update was withheld", self.name, why)
             return
-        # One wait, at the end of the run's good part. Each rank looks at its own share, and what it
-        # asks for is joined with what the others do.
-        if float(find_broken(model)):
+        # One wait, at the end of the run's good part. Each rank sees its own share alone, but which
+        # steps are left out must be the same on all of them.
+        if any(on_all_ranks(lambda: float(find_broken(model)))):
             why += ", and weights are not finite"
             action = "rollback" if action == "rollback" else "abort"
             # Whatever the last update did came after the last good loss.
