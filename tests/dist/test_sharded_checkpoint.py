@@ -17,7 +17,7 @@ from headway.checkpoint import (
     CheckpointManager,
     SharingPattern,
     StateComponent,
-    reader,
+    one_pass,
     verify,
 )
 from headway.checkpoint.distributed import DistributedRanks
@@ -184,7 +184,7 @@ def _share_of_bytes(folder: Path) -> dict[str, float]:
     optimizer.step()
     whole = 3 * sum(p.numel() * 4 for p in model.parameters())
     num_read = 0
-    plain_fill = reader.fill
+    plain_fill = one_pass.fill
 
     def watched_fill(destinations: Any, *rest: Any) -> None:
         nonlocal num_read
@@ -194,7 +194,7 @@ def _share_of_bytes(folder: Path) -> dict[str, float]:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a whole tensor was gathered")
 
-    reader.fill = watched_fill
+    one_pass.fill = watched_fill
     DTensor.full_tensor = DTensor.redistribute = refuse  # type: ignore[method-assign]
     path = manager.save(contents, 1)
     copied = manager._stager.host_bytes

@@ -71,22 +71,13 @@ def read_header(path: Path) -> Header:
             if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             text = file.read(length)
-        header = _parse(text)
+        header = json.loads(text, object_pairs_hook=_unique)
         tensors = _check_header(path, header, _LENGTH_BYTES + length, size)
         return Header(path, tensors, prefix + text)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except RecursionError:
         raise CheckpointError(f"{path} cannot be read: its header is nested too deeply") from None
-
-
-def _parse(text: bytes) -> Any:
-    """The JSON of a header, in which nothing may be said twice."""
-    header = json.loads(text)
-    # As tensors.py writes it: then there is nothing to look for, object by object.
-    if json.dumps(header, separators=(",", ":")).encode() != text.rstrip(b" "):
-        header = json.loads(text, object_pairs_hook=_unique)
-    return header
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -104,6 +104,22 @@ def test_a_damaged_newest_is_named_file_by_file_and_passed_over(tmp_path, caplog
     assert told["checkpoint"].endswith("checkpoint-2") and len(told["damaged"]) == 3
 
 
+@pytest.mark.parametrize("prefix", ["model", "optimizer"])
+def test_what_a_damaged_file_left_in_the_tensors_is_overwritten(tmp_path, prefix):
+    straight_on = train(tmp_path / "a", 6)
+    train(tmp_path / "b", 4)
+    file = tmp_path / "b" / "checkpoint-4" / f"{prefix}-00001-of-00001.safetensors"
+    spoil(file)
+    with pytest.raises(CheckpointError, match=file.name):
+        train(tmp_path / "b", 6, resume_from_checkpoint=str(file.parent))
+    resumed = train(tmp_path / "b", 6)
+    told = report(tmp_path / "b", 2)
+    assert told["checkpoint"].endswith("checkpoint-2")
+    assert len(told["damaged"]) == 1 and str(file) in told["damaged"][0]
+    for a, b in zip(straight_on.model.parameters(), resumed.model.parameters()):
+        assert torch.equal(a, b)
+
+
 def test_the_policy_can_be_to_stop(tmp_path):
     train(tmp_path, 4)
     file = tmp_path / "checkpoint-4" / "optimizer-00001-of-00001.safetensors"
