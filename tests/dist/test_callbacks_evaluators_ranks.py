@@ -47,11 +47,14 @@ def write_data(folder: Path) -> None:
 
 
 class Fails(Evaluator):
-    """Fails on one rank only, in the middle or at the end."""
+    """Fails on one rank only, in the middle or at the end; with `strange` ids in the forward."""
 
-    def __init__(self, rank: int, at: int) -> None:
+    def __init__(self, rank: int, at: int, strange: bool = False) -> None:
         ids = torch.arange(8).reshape(1, 8)
-        super().__init__("fails", [{"input_ids": ids, "labels": ids}] * 5)
+        batches = [{"input_ids": ids, "labels": ids}] * 5
+        if strange:  # the second batch is the first of the second rank
+            batches[1] = {"input_ids": ids + 10**6, "labels": ids}
+        super().__init__("fails", batches)
         self.rank, self.at, self.count = rank, at, 0
 
     def reset_metrics(self) -> None:
@@ -150,6 +153,8 @@ def on_rank(folder: str, names: list[str], fails: bool) -> dict[str, Any]:
         for at in (1, 2):
             callbacks = [EvaluatorCallback([Fails(rank, at)], 1, evaluator_errors="skip")]
             found[f"skips {at}"] = train(folder, "skips", fsdp2, callbacks)
+        callbacks = [EvaluatorCallback([Fails(rank, 9, True)], 1, evaluator_errors="skip")]
+        found["skips a forward"] = train(folder, "forward", ddp, callbacks)
         found["raises"] = train(folder, "raises", ddp, [EvaluatorCallback([Fails(rank, 2)], 1)])
     return found
 
@@ -175,7 +180,7 @@ def test_two_ranks_give_the_figures_of_one(folder: Path, alone: dict[str, float]
         for name in ("ddp", "fsdp2", "pipeline"):
             assert found[name] == pytest.approx(alone, rel=1e-6, nan_ok=True), name
         # One failed; both have left it out, or both say which and why.
-        assert found["skips 1"] == found["skips 2"] == {}
+        assert found["skips 1"] == found["skips 2"] == found["skips a forward"] == {}
         assert "evaluator 'fails' failed" in found["raises"]["error"]
         assert "rank 1" in found["raises"]["error"] and "lost" in found["raises"]["error"]
     assert json.dumps(ranks[0]) == json.dumps(ranks[1])

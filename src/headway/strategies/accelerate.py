@@ -44,6 +44,7 @@ class AccelerateStrategy(RankedStrategy):
         accelerator = check_accelerator(accelerator)
         reconcile(accelerator, args)
         self._uses_deepspeed = distributed_type(accelerator) == DEEPSPEED
+        self.forward_is_shared = self._uses_deepspeed  # weights may be gathered layer by layer
         if self._uses_deepspeed:
             check_zero(accelerator, args)
         self.accelerator: Accelerator = accelerator

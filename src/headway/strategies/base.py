@@ -52,6 +52,8 @@ class Strategy(ABC):
     """Called with the optimizer before the first window, where a strategy has to know it."""
     before_save: Callable[[], None] | None = None
     """Called on all ranks before a save copies anything, where ranks may have grown apart."""
+    forward_is_shared: bool = False
+    """Whether ranks wait for each other inside a forward, so that one that fails leaves them."""
 
     @abstractmethod
     def setup(self, source: ModelSource) -> nn.Module:

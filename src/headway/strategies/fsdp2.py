@@ -58,6 +58,7 @@ class FullyShardedStrategy(RankedStrategy):
     """ZeRO-3 and ZeRO-2 over all ranks, or over groups of ranks with a copy each."""
 
     name = "fsdp2"
+    forward_is_shared = True
 
     def __init__(
         self, context: DistributedContext, device: torch.device, args: FSDP2TrainingArguments

@@ -404,6 +404,19 @@ def test_or_is_left_out_where_that_is_the_policy(
     assert "evaluator 'fragile' failed and is left out" in caplog.text
 
 
+def test_a_forward_that_fails_is_left_out_unless_ranks_make_it_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strange = torch.full((1, 8), 10**6)
+    batches = [{"input_ids": strange, "labels": strange}]
+    callback = EvaluatorCallback([Counter(batches=batches)], 2, evaluator_errors="skip")
+    trainer_with(tmp_path, callback).train()
+    monkeypatch.setattr("headway.callbacks.evaluate.passes.num_ranks", lambda: 2)
+    monkeypatch.setattr("headway.strategies.single.SingleDevice.forward_is_shared", True)
+    with pytest.raises(RuntimeError, match=r"'counter' failed: IndexError.*cannot be left out"):
+        trainer_with(tmp_path, callback).train()
+
+
 def test_a_time_budget_leaves_out_what_does_not_fit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

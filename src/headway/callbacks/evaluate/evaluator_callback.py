@@ -15,7 +15,7 @@ from typing import Any
 
 from headway.callbacks.evaluate.evaluator import Evaluator, ModelLimits
 from headway.callbacks.evaluate.options import EvalOptions
-from headway.callbacks.evaluate.passes import Pass, PassResult
+from headway.callbacks.evaluate.passes import LostForward, Pass, PassResult
 from headway.callbacks.evaluate.scoring import Scorer
 from headway.callbacks.watch.sharing import SharedFailure, on_all_ranks
 from headway.callbacks.watch.text_options import position_limit
@@ -46,7 +46,8 @@ class EvaluatorCallback(TrainerCallback):
 
     `time_budget_s` ends all evaluators of one pass together; one that it cuts short has no
     figures. `evaluator_errors`: an evaluator that fails ends the run (`raise`), or is left out of
-    this pass with a warning (`skip`).
+    this pass with a warning (`skip`); what fails inside a forward that ranks make together (FSDP2,
+    pipelines, DeepSpeed) ends the run in either case.
     """
 
     priority = 1  # figures are there when others look at an evaluation
@@ -237,14 +238,16 @@ class EvaluatorCallback(TrainerCallback):
 
     def _on_error(self, evaluator: Evaluator, error: Exception) -> None:
         name = f"evaluator {evaluator.title!r}"
-        if self.options.evaluator_errors == "skip" and not isinstance(error, ConfigError):
+        final = isinstance(error, ConfigError | LostForward)
+        if self.options.evaluator_errors == "skip" and not final:
             logger.warning("%s failed and is left out of this pass: %s", name, error)
             return
         if isinstance(error, ConfigError):
             problems = [text if name in text else f"{name}: {text}" for text in error.problems]
             raise ConfigError(problems) from error
         told = SharedFailure if isinstance(error, SharedFailure) else RuntimeError
-        raise told(f"{name} failed: {type(error).__name__}: {error}") from error
+        what = str(error) if isinstance(error, LostForward) else f"{type(error).__name__}: {error}"
+        raise told(f"{name} failed: {what}") from error
 
     def _tell(self, state: TrainerState, title: str, num_batches: int) -> None:
         if state.is_world_process_zero and num_batches % self.options.log_interval == 0:

@@ -21,13 +21,17 @@ from typing import Any
 
 from headway.callbacks.evaluate.evaluator import Evaluator
 from headway.callbacks.evaluate.scoring import Scorer
-from headway.callbacks.watch.sharing import on_all_ranks
+from headway.callbacks.watch.sharing import num_ranks, on_all_ranks
 from headway.config.duration import Duration
 from headway.errors import ConfigError
 
 Fetch = Callable[[], Any]
 
 _FAILED, _HAS_MORE, _AT_END, _ASKED, _LATE, _TIME_UP = (1 << n for n in range(6))
+
+
+class LostForward(RuntimeError):
+    """A forward failed in which other ranks may be waiting: nobody can go on from here."""
 
 
 @dataclass(frozen=True)
@@ -182,12 +186,23 @@ class Pass:
         return PassResult(metrics, num_batches, time.monotonic() - began_s)
 
     def _take(self, turn: Turn, batch: Any, *, speaks: bool) -> None:
-        scores = self._scorer.score(self._strategy, batch, self._evaluator)
+        try:
+            scores = self._scorer.score(self._strategy, batch, self._evaluator)
+        except Exception as error:  # told to the others before the next batch, if they get there
+            if self._strategy.forward_is_shared and num_ranks() > 1:
+                if isinstance(error, ConfigError):
+                    raise
+                raise LostForward(
+                    f"{type(error).__name__}: {error} (in a forward that ranks of "
+                    f"{self._strategy.name} make together, so it cannot be left out)"
+                ) from error
+            self._failure = error
+            return
         if scores is None or not turn.counts or not speaks:
             return
         try:
             self._evaluator.update_metrics(batch, scores)
-        except Exception as error:  # told to the others before the next batch
+        except Exception as error:
             self._failure = error
 
     def _agree(self, turn: Turn | None, num_batches: int, time_up_s: float) -> int:

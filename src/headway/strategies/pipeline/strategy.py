@@ -57,6 +57,7 @@ class PipelineStrategy(RankedStrategy):
     """
 
     name = "pipeline"
+    forward_is_shared = True
 
     def __init__(
         self,
