@@ -327,6 +327,21 @@ def test_rollbacks_have_a_limit_and_grow_harsher(
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
 
 
+def test_the_checkpoint_of_a_resume_is_there_to_return_to(tmp_path: Path) -> None:
+    def run(**arguments: Any) -> DivergenceDetector:
+        detector = DivergenceDetector(
+            action="rollback", every_step=True, warmup=2, patience=4, smoothing=1.0
+        )
+        tiny_trainer(
+            tmp_path, [Ruin(5), detector], num_samples=64, max_steps=8, save_strategy="steps",
+            save_steps=3, save_total_limit=1, save_async=False, **arguments,
+        ).train()  # fmt: skip
+        return detector
+
+    run(stop_at=3)
+    assert run().recovery.skip_steps == [(4, 9)] and 3 in steps_on_disk(tmp_path)
+
+
 def test_without_a_checkpoint_to_return_to_it_says_which_are_there(tmp_path: Path) -> None:
     detector = DivergenceDetector(action="rollback", every_step=True, **QUICK)
     trainer = tiny_trainer(

@@ -134,8 +134,8 @@ class DivergenceDetector(TrainerCallback):
         self.recovery.note_save(step, checkpoint_path)
         self.recovery.note_good(self._good_step, trainer)
 
-    def on_load(self, state: TrainerState, trainer: Any) -> None:
-        self.recovery.note_load(state, trainer)
+    def on_load(self, state: TrainerState, path: str, trainer: Any) -> None:
+        self.recovery.note_load(state, trainer, path)
 
     # Observations
 

@@ -105,8 +105,8 @@ class NaNGuardCallback(TrainerCallback):
         self.recovery.note_save(step, checkpoint_path)
         self.recovery.note_good(self._good_state, trainer)
 
-    def on_load(self, state: TrainerState, trainer: Any) -> None:
-        self.recovery.note_load(state, trainer)
+    def on_load(self, state: TrainerState, path: str, trainer: Any) -> None:
+        self.recovery.note_load(state, trainer, path)
         self._last_good_step = min(self._last_good_step, state.global_step)
         self._last_sound_step = min(self._last_sound_step, state.global_step)
         self._consecutive = 0

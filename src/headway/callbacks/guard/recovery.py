@@ -58,6 +58,8 @@ class Recovery:
         """Whether a rollback was asked for and has not come yet."""
         self._gave_up_at: int | None = None
         self._saves: list[tuple[int, str]] = []
+        self._held: str | None = None
+        """The checkpoint that was loaded, protected while it is not known whether it is good."""
         self._told_skip: tuple[int, int] | None = None
 
     # Before and beside the steps
@@ -106,14 +108,24 @@ class Recovery:
             self.good = newest
             trainer.keep_checkpoint(newest[1])
 
-    def note_load(self, state: TrainerState, trainer: Any) -> None:
-        """The run went back: what was saved after that step is of a time that did not happen."""
+    def note_load(self, state: TrainerState, trainer: Any, path: str) -> None:
+        """The run goes on from a checkpoint, which stays until it is known whether it is good; what
+        was saved after its step is of a time that did not happen."""
         self.pending = False
         step = state.global_step
+        if any(save[0] > step and save[1] == self._held for save in self._saves):
+            trainer.release_checkpoint(self._held)
         self._saves = [save for save in self._saves if save[0] <= step]
         if self.good is not None and self.good[0] > step:
             trainer.release_checkpoint(self.good[1])
             self.good = None
+        own = Path(path).absolute().parent == Path(trainer.args.output_dir).absolute()
+        if own and trainer.args.load_components is None:  # else the step is not the checkpoint's
+            loaded = (step, Path(path).name)
+            if loaded != self.good and loaded not in self._saves:
+                self._saves.append(loaded)
+            self._held = loaded[1]
+            trainer.keep_checkpoint(self._held)
 
     # Acting
 

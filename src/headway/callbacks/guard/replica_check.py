@@ -118,8 +118,8 @@ class ReplicaCheckCallback(TrainerCallback):
     def on_save(self, step: int, checkpoint_path: str, trainer: Any) -> None:
         self.recovery.note_save(step, checkpoint_path)
 
-    def on_load(self, state: TrainerState, trainer: Any) -> None:
-        self.recovery.note_load(state, trainer)
+    def on_load(self, state: TrainerState, path: str, trainer: Any) -> None:
+        self.recovery.note_load(state, trainer, path)
         self._under_way = None
         self._equal_step = min(self._equal_step, state.global_step)
 
