@@ -477,6 +477,29 @@ def test_a_figure_decides_which_checkpoint_is_the_best(tmp_path: Path) -> None:
     assert evaluator.passes == 3
 
 
+@pytest.mark.parametrize("options", [{"evaluator_errors": "skip"}, {"time_budget_s": 1e-9}])
+def test_a_pass_without_the_figure_is_no_better_and_no_mistake(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    class Fails(Counter):
+        def update_metrics(self, batch: Any, scores: Any) -> None:
+            raise KeyError("lost")
+
+    stop = EarlyStoppingCallback(2)
+    trainer = trainer_with(
+        tmp_path,
+        EvaluatorCallback([Fails()], eval_interval=None, **options),
+        stop,
+        max_steps=9,
+        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="eval/counter/batches",
+        greater_is_better=True,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 2 and trainer.state.best_metric is None
+    assert stop.early_stopping_patience_counter == 2
+
+
 def test_early_stopping_hears_of_it_at_that_step(tmp_path: Path) -> None:
     class Stuck(Counter):
         def compute_metrics(self, join: Any) -> dict[str, float]:

@@ -47,7 +47,8 @@ class EvaluatorCallback(TrainerCallback):
     `time_budget_s` ends all evaluators of one pass together; one that it cuts short has no
     figures. `evaluator_errors`: an evaluator that fails ends the run (`raise`), or is left out of
     this pass with a warning (`skip`); what fails inside a forward that ranks make together (FSDP2,
-    pipelines, DeepSpeed) ends the run in either case.
+    pipelines, DeepSpeed) ends the run in either case. If one without figures was to give
+    `metric_for_best_model`, that is not a number this time, which is never the best.
     """
 
     priority = 1  # figures are there when others look at an evaluation
@@ -84,6 +85,8 @@ class EvaluatorCallback(TrainerCallback):
         self.trainer: Any = None
         self._joins = False
         self._evaluated_step: int | None = None
+        self._silent: set[str] = set()
+        """Names of evaluators that gave no figures in the last pass."""
 
     # The run
 
@@ -127,10 +130,11 @@ class EvaluatorCallback(TrainerCallback):
     ) -> None:
         if not self._joins:
             return
-        figures = self.perform_eval()
-        if figures is None:
-            # Ended early; whoever looks for the best takes no notice of what is not a number.
-            figures = {str(args.metric_for_best_model): math.nan}
+        figures = self.perform_eval() or {}
+        for wanted in (str(args.metric_for_best_model), str(args.best_model_metric)):
+            if any(wanted.startswith(f"eval/{name}/") for name in self._silent):
+                # Whoever looks for the best takes no notice of what is not a number.
+                figures.setdefault(wanted, math.nan)
         metrics.update(figures)
         self._cancel_if_last(lambda options: False)
 
@@ -184,6 +188,8 @@ class EvaluatorCallback(TrainerCallback):
                 results = self._run_all(strategy, state)
         finally:
             put_back_randomness(randomness)
+        done = {title for title, result in (results or {}).items() if result.metrics is not None}
+        self._silent = {e.name for e in self.evaluators if e.title not in done}
         if results is None:
             logger.warning(
                 "the evaluators at step %d ended early, unused: the run is asked to end",
