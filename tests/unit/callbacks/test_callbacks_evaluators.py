@@ -33,7 +33,6 @@ from headway import Duration, TrainerCallback
 from headway.callbacks import (
     DefaultMetrics,
     DownstreamEvaluatorCallbackConfig,
-    EarlyStoppingCallback,
     EvaluatorCallback,
     LMEvaluatorCallbackConfig,
 )
@@ -450,62 +449,3 @@ def test_another_prefix_for_other_weights(tmp_path: Path) -> None:
 
     trainer_with(tmp_path, callback, Merges(), seen).train()
     assert seen.figures(4, "eval/") == {"merged/counter/batches": 4.0, "counter/batches": 4.0}
-
-
-# Best and enough
-
-
-def test_a_figure_decides_which_checkpoint_is_the_best(tmp_path: Path) -> None:
-    class Falls(Counter):
-        values = iter([3.0, 1.0, 2.0])
-
-        def compute_metrics(self, join: Any) -> dict[str, float]:
-            return {"score": next(self.values)}
-
-    evaluator = Falls()
-    trainer = trainer_with(
-        tmp_path,
-        EvaluatorCallback([evaluator], eval_interval=None),
-        max_steps=6,
-        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
-        load_best_model_at_end=True, metric_for_best_model="eval/counter/score",
-        greater_is_better=False,
-    )  # fmt: skip
-    trainer.train()
-    assert trainer.state.best_metric == 1.0 and trainer.state.best_global_step == 4
-    assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-4")
-    assert evaluator.passes == 3
-
-
-@pytest.mark.parametrize("options", [{"evaluator_errors": "skip"}, {"time_budget_s": 1e-9}])
-def test_a_pass_without_the_figure_is_no_better_and_no_mistake(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
-    class Fails(Counter):
-        def update_metrics(self, batch: Any, scores: Any) -> None:
-            raise KeyError("lost")
-
-    stop = EarlyStoppingCallback(2)
-    trainer = trainer_with(
-        tmp_path,
-        EvaluatorCallback([Fails()], eval_interval=None, **options),
-        stop,
-        max_steps=9,
-        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
-        load_best_model_at_end=True, metric_for_best_model="eval/counter/batches",
-        greater_is_better=True,
-    )  # fmt: skip
-    trainer.train()
-    assert trainer.state.global_step == 2 and trainer.state.best_metric is None
-    assert stop.early_stopping_patience_counter == 2
-
-
-def test_early_stopping_hears_of_it_at_that_step(tmp_path: Path) -> None:
-    class Stuck(Counter):
-        def compute_metrics(self, join: Any) -> dict[str, float]:
-            return {"score": 1.0}
-
-    stop = EarlyStoppingCallback(2, metric="eval/counter/score", greater_is_better=True)
-    trainer = trainer_with(tmp_path, EvaluatorCallback([Stuck()], 1), stop, max_steps=9)
-    trainer.train()
-    assert trainer.state.global_step == 3

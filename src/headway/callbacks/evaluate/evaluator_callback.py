@@ -130,7 +130,8 @@ class EvaluatorCallback(TrainerCallback):
     ) -> None:
         if not self._joins:
             return
-        figures = self.perform_eval() or {}
+        with trainer.evaluation_weights():
+            figures = self.perform_eval() or {}
         for wanted in (str(args.metric_for_best_model), str(args.best_model_metric)):
             if any(wanted.startswith(f"eval/{name}/") for name in self._silent):
                 # Whoever looks for the best takes no notice of what is not a number.
