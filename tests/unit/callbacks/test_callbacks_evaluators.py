@@ -174,6 +174,14 @@ def test_the_tasks_of_headway_are_whole() -> None:
             assert max(map(places.count, places)) < 0.5 * len(places)
 
 
+def test_separators_inside_a_text_end_no_line(tmp_path: Path) -> None:
+    lines = [{"prompt": "a\u2028b\u0085c", "completion": " d"}] * 2
+    text = "\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(text.encode())
+    assert [item.prompt for item in read_task("t", path).items] == ["a\u2028b\u0085c"] * 2
+
+
 # How much
 
 

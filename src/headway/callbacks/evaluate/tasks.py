@@ -86,7 +86,8 @@ def read_task(name: str, path: str | os.PathLike[str]) -> Task:
     """A task from its file; a mistake names the file and its line."""
     kind, items = None, []
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # Texts may have separators of Unicode in them, which splitlines() would take for ends.
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"task file {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
