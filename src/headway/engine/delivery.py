@@ -83,7 +83,7 @@ class MetricDelivery:
                 if self.interval.add(metrics):
                     # Looking for the largest scale that fits overflows now and then, by design.
                     if LOSS_SCALE not in metrics or not math.isfinite(metrics[TRAIN_LOSS]):
-                        skipped.append(step)
+                        skipped.append((step, metrics))
                 else:
                     self._losses_sum += metrics[TRAIN_LOSS]
                     self._num_steps += 1
@@ -93,8 +93,33 @@ class MetricDelivery:
         if skipped:
             self._on_nonfinite(skipped)
 
-    def _on_nonfinite(self, steps: list[int]) -> None:
-        action = self._args.nonfinite_action
+    def _on_nonfinite(self, steps: list[tuple[int, dict[str, float]]]) -> None:
+        by_decider: dict[str | None, list[int]] = {}
+        for step, metrics in steps:
+            by_decider.setdefault(self._find_decider(metrics), []).append(step)
+        left = by_decider.pop(None, None)
+        for decider, those in by_decider.items():
+            logger.info("%s (%s decides what follows)", self._describe(those), decider)
+        if left is None:
+            return
+        action, message = self._args.nonfinite_action, self._describe(left)
+        if action == "raise":
+            raise NonFiniteError(message)
+        logger.warning("%s (nonfinite_action=%s)", message, action)
+        if action == "stop":
+            self._bus.control.should_training_stop = True
+            self._bus.stopped_by = self._bus.stopped_by or ("loop", "nonfinite", "stop")
+
+    def _find_decider(self, metrics: dict[str, float]) -> str | None:
+        """The callback that decides what follows a bad step; None: the option does."""
+        for name, one in self._bus.callbacks.items():
+            if getattr(one, "decides_nonfinite", False):
+                sees = getattr(one, "sees_nonfinite", None)  # not everyone's base is ours
+                if sees is None or sees(metrics):
+                    return name
+        return None
+
+    def _describe(self, steps: list[int]) -> str:
         which = ", ".join(map(str, steps[:5])) + (" ..." if len(steps) > 5 else "")
         outcome = "the update was withheld, the weights are as before"
         if self._args.fuse_optim_with_backward:
@@ -102,17 +127,4 @@ class MetricDelivery:
                 "updates with a gradient that was not finite were withheld; "
                 "fuse_optim_with_backward may have updated other weights before it came"
             )
-        message = f"loss or gradient was not finite at step {which}; {outcome}"
-        callbacks = self._bus.callbacks.items()
-        decider = next(
-            (n for n, one in callbacks if getattr(one, "decides_nonfinite", False)), None
-        )
-        if decider is not None:
-            logger.info("%s (%s decides what follows)", message, decider)
-            return
-        if action == "raise":
-            raise NonFiniteError(message)
-        logger.warning("%s (nonfinite_action=%s)", message, action)
-        if action == "stop":
-            self._bus.control.should_training_stop = True
-            self._bus.stopped_by = self._bus.stopped_by or ("loop", "nonfinite", "stop")
+        return f"loss or gradient was not finite at step {which}; {outcome}"

@@ -90,7 +90,7 @@ class TrainerCallback:
     """
     decides_nonfinite: bool = False
     """Whether it decides what follows a loss or gradient that is not finite, in place of the option
-    `nonfinite_action`."""
+    `nonfinite_action`; of which steps, `sees_nonfinite` tells."""
 
     _bus: EventBus | None = None
 
@@ -98,6 +98,10 @@ class TrainerCallback:
     def name(self) -> str:
         """Identifies the callback in messages and in checkpoints."""
         return type(self).__name__
+
+    def sees_nonfinite(self, metrics: Mapping[str, float]) -> bool:
+        """With `decides_nonfinite`: whether what it watches of a bad step shows that it was one."""
+        return True
 
     def block_ephemeral_checkpoints(self) -> None:
         """No ephemeral saves until `unblock_ephemeral_checkpoints`; on all ranks alike."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headway import ConfigError, TrainerCallback
-from headway.callbacks import DivergenceDetector
+from headway.callbacks import DivergenceDetector, NaNGuardCallback
 from headway.checkpoint import committed
 from headway.testing import tiny_trainer
 from headway.testing.poisoned import Poison, final_loss, poisoned_trainer, sample_at
@@ -119,6 +119,25 @@ def test_who_watches_evaluations_leaves_bad_steps_to_the_option() -> None:
     assert DivergenceDetector(action="rollback").decides_nonfinite
     assert not DivergenceDetector().decides_nonfinite
     assert not DivergenceDetector(action="rollback", use_eval_loss=True).decides_nonfinite
+
+
+def test_a_bad_step_that_the_watched_figure_does_not_show_is_left_to_the_option(
+    tmp_path: Path,
+) -> None:
+    class BadGradient(TrainerCallback):
+        def on_gradients(self, model: Any) -> None:
+            next(model.parameters()).grad.fill_(math.nan)
+
+    def run(guard: Any) -> Any:
+        trainer = tiny_trainer(
+            tmp_path, [BadGradient(), guard], max_steps=4, nonfinite_action="stop"
+        )
+        trainer.train()
+        return trainer.bus.stopped_by
+
+    assert run(DivergenceDetector(action="rollback")) == ("loop", "nonfinite", "stop")
+    assert run(NaNGuardCallback("skip", watch_grad_norm=False)) == ("loop", "nonfinite", "stop")
+    assert run(NaNGuardCallback("skip")) is None
 
 
 def test_a_metric_of_another_callback(tmp_path: Path) -> None:

@@ -139,6 +139,12 @@ class DivergenceDetector(TrainerCallback):
 
     # Observations
 
+    def sees_nonfinite(self, metrics: Mapping[str, float]) -> bool:
+        from headway.engine.metrics import ALIASES
+
+        value = metrics.get(ALIASES.get(self.metric_key, self.metric_key))
+        return value is not None and not math.isfinite(value)
+
     def on_log(
         self,
         args: Any,

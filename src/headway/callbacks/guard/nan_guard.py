@@ -34,7 +34,7 @@ BROKEN_PARAMETERS = "guard/parameters not finite"
 class NaNGuardCallback(TrainerCallback):
     """Acts on a loss (`watch_loss`) or gradient norm (`watch_grad_norm`) that is not finite, and on
     such weights, looked at every `parameter_interval` steps (none: only where a loss or norm was
-    bad). It decides in place of the option `nonfinite_action`.
+    bad). It decides about what it watches in place of the option `nonfinite_action`.
 
     `action`: `stop` ends the run with its last save, `abort` without; `skip` goes on, as the update
     was withheld, but ends the run after `max_consecutive` bad steps in a row; `rollback` returns to
@@ -145,6 +145,9 @@ class NaNGuardCallback(TrainerCallback):
         return (
             self._last_good_step - 1 if self.parameter_interval is None else self._last_sound_step
         )
+
+    def sees_nonfinite(self, metrics: Mapping[str, float]) -> bool:
+        return bool(self._name_bad(metrics))
 
     def _name_bad(self, metrics: Mapping[str, float]) -> str | None:
         """What is not finite in a step, in words; None for what is no step."""
