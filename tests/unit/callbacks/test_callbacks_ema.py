@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headway import TrainerCallback
-from headway.callbacks import EMACallback
+from headway.callbacks import EMACallback, ModelMergeCallback
 from headway.callbacks.save.host_average import HostMover
 from headway.checkpoint import read_manifest, validate_checkpoint
 from headway.checkpoint.tensors import read_shards
@@ -249,3 +249,13 @@ def test_two_that_want_the_model_are_refused_before_the_first_step(tmp_path: Pat
     two = [EMACallback(export=True), EMACallback(decay=0.5, export=True)]
     with pytest.raises(ConfigError, match="output_suffix: 'ema' given to two"):
         tiny_trainer(tmp_path, two, **RUN).train()
+
+
+def test_a_merge_cannot_have_the_suffix_of_an_average(tmp_path: Path) -> None:
+    merge = ModelMergeCallback(merge_step=8, merge_last_n_steps=2, output_suffix="ema")
+    tiny_trainer(tmp_path / "a", [merge, EMACallback()], **RUN).train()  # it writes nothing
+    for callbacks in ([merge, EMACallback(export=True)], [EMACallback(export=True), merge]):
+        trainer = tiny_trainer(tmp_path / "b", callbacks, **RUN)
+        with pytest.raises(ConfigError, match=r"suffix: 'ema' given to it and to \w+Callback"):
+            trainer.train()
+        assert trainer.state.global_step == 0

@@ -167,3 +167,17 @@ def refuse_strategy(callback: str, trainer: Any) -> None:
                 f"{callback}: DeepSpeed keeps the weights that it trains apart from the model; use "
                 f"FSDP2Trainer, which shards in the same way"
             )
+
+
+def refuse_shared_suffix(callback: Any, trainer: Any) -> None:
+    """`ConfigError` where two callbacks would write their weights to one directory."""
+    own = callback.written_suffix
+    for other in trainer.callbacks.values():
+        if own is None or other is callback or getattr(other, "written_suffix", None) != own:
+            continue
+        kind, kind_of_other = type(callback).__name__, type(other).__name__
+        whom = "two of them" if kind == kind_of_other else f"it and to {kind_of_other}"
+        raise ConfigError(
+            f"{kind}: output_suffix: {own!r} given to {whom}; allowed: one of its own for each, as "
+            "it names the directory"
+        )

@@ -17,6 +17,7 @@ from headway.callbacks.save.averages import (
     Watched,
     exchanged,
     move_towards,
+    refuse_shared_suffix,
     refuse_strategy,
     wide_dtype,
 )
@@ -114,6 +115,11 @@ class EMACallback(TrainerCallback):
         """For the memory of saves: it may begin later than that is allocated."""
         return int(self.enabled)
 
+    @property
+    def written_suffix(self) -> str | None:
+        """What the name of its directory ends with; None if it writes none."""
+        return self.output_suffix if self.enabled and self.export else None
+
     # -- setting up -------------------------------------------------------------------------
 
     def on_init_end(self, args: Any, state: TrainerState, trainer: Any) -> None:
@@ -129,11 +135,7 @@ class EMACallback(TrainerCallback):
                         f"EMACallback: {option}=true given to two of them; allowed: one, as the "
                         "model can have only one average in it"
                     )
-            if self.export and other.export and self.output_suffix == other.output_suffix:
-                raise ConfigError(
-                    f"EMACallback: output_suffix: {self.output_suffix!r} given to two of them; "
-                    "allowed: one of its own for each, as it names the directory"
-                )
+        refuse_shared_suffix(self, trainer)
         if self.use_for_eval and args.load_best_model_at_end and state.is_world_process_zero:
             logger.warning(
                 "EMACallback: with use_for_eval the best checkpoint is that of the best average; "

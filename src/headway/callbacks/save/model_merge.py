@@ -16,6 +16,7 @@ from headway.callbacks.save.averages import (
     add_to,
     exact_dtype,
     exchanged,
+    refuse_shared_suffix,
     refuse_strategy,
     wide_dtype,
 )
@@ -81,23 +82,18 @@ class ModelMergeCallback(TrainerCallback):
         """For the memory of saves: a window's sums come later than that is allocated."""
         return int(self.enabled)
 
+    @property
+    def written_suffix(self) -> str | None:
+        """What the names of its directories end with; None if it writes none."""
+        return self.output_suffix if self.enabled else None
+
     # -- setting up -------------------------------------------------------------------------
 
     def on_init_end(self, args: Any, state: TrainerState, trainer: Any) -> None:
         if self._schedule is None:
             return
         refuse_strategy("ModelMergeCallback", trainer)
-        for other in trainer.callbacks.values():
-            if (
-                isinstance(other, ModelMergeCallback)
-                and other is not self
-                and other.enabled
-                and other.output_suffix == self.output_suffix
-            ):
-                raise ConfigError(
-                    f"ModelMergeCallback: output_suffix: {self.output_suffix!r} given to two of "
-                    "them; allowed: one of its own for each, as it names the directory"
-                )
+        refuse_shared_suffix(self, trainer)
         if not state.is_world_process_zero:
             return
         kept = args.checkpoint_components
