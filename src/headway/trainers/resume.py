@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import json
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,7 +157,9 @@ def check_progress(saved: Mapping[str, Any], path: Path) -> None:
     file = path / "trainer_state.json"
     for name, kinds in _COUNTERS.items():
         value: Any = saved.get(name, 0)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not value >= 0:
+        # A rollback that kept the data position may lie before its epoch's first step.
+        least = -math.inf if name == "epoch_start_step" else 0
+        if isinstance(value, bool) or not isinstance(value, kinds) or not value >= least:
             raise CheckpointError(f"{file}: {name} is {value!r:.40}, which counts nothing")
     history = saved.get("log_history", [])
     if not isinstance(history, list) or not all(isinstance(record, dict) for record in history):

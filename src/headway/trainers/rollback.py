@@ -40,9 +40,13 @@ def roll_back(
     request = RollbackRequest.join(wish for wish, _ in said)
     path = _find_target(saver.manager, ranks, request.before_step)
     position, step, factor = loader.state_dict(), state.global_step, state.rate_factor
+    epoch, raw_epoch, in_epoch = state.epoch, state.raw_epoch, step - state.epoch_start_step
     loaded = saver.load(path)
     if request.skip_data:
         loader.load_state_dict(position)
+        # Epochs are those of the data, and so go on where the data do.
+        state.epoch, state.raw_epoch = epoch, raw_epoch
+        state.epoch_start_step = state.global_step - in_epoch
     notes = ", keeping the data position" if request.skip_data else ""
     # Also where no factor is asked for: an earlier rollback's outlives a return to before it.
     factor *= 1.0 if request.rate_factor is None else request.rate_factor

@@ -122,6 +122,32 @@ def test_a_schedule_keeps_its_shape_and_its_floor(tmp_path: Path) -> None:
     assert ask.rates[7:] == pytest.approx(plain.rates[6:]), "as if the base had been this one"
 
 
+def test_epochs_go_on_with_the_data_that_are_kept(tmp_path: Path) -> None:
+    class Epochs(TrainerCallback):
+        def __init__(self) -> None:
+            self.told: list[tuple[int, float]] = []
+
+        def on_step_end(self, state: Any) -> None:
+            self.told.append((state.global_step, state.epoch))
+
+    epochs, ask = Epochs(), Ask(5, before_step=3, skip_data=True)
+    make(tmp_path / "a", [epochs, ask], num_samples=8, max_steps=8).train()  # 4 steps an epoch
+    assert epochs.told[3:] == [
+        (4, 1.0),
+        (5, 1.25),
+        (4, 1.5),
+        (5, 1.75),
+        (6, 2.0),
+        (7, 2.25),
+        (8, 2.5),
+    ]
+
+    make(tmp_path / "b", [Ask(5, before_step=3, skip_data=True)], stop_at=6).train()
+    again = Epochs()
+    make(tmp_path / "b", [again], max_steps=7).train()
+    assert again.told == [(7, 9 / 32)], "two steps' data more than steps"
+
+
 def test_wishes_of_several_ranks_come_to_the_most_careful() -> None:
     requests = [
         RollbackRequest(),
