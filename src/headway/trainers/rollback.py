@@ -47,6 +47,9 @@ def roll_back(
         # Epochs are those of the data, and so go on where the data do.
         state.epoch, state.raw_epoch = epoch, raw_epoch
         state.epoch_start_step = state.global_step - in_epoch
+        # Steps to leave out are told by their number, and come with other data now.
+        for recovery in _recoveries(trainer).values():
+            recovery.skip_steps = []
     notes = ", keeping the data position" if request.skip_data else ""
     # Also where no factor is asked for: an earlier rollback's outlives a return to before it.
     factor *= 1.0 if request.rate_factor is None else request.rate_factor

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headway import TrainerCallback
+from headway.callbacks import DivergenceDetector
 from headway.checkpoint import committed, read_manifest
 from headway.engine.rollback import RollbackRequest
 from headway.testing import tiny_trainer
@@ -163,3 +164,10 @@ def test_ranks_that_would_leave_out_different_steps_are_told_apart() -> None:
     _require_same_steps([{"guard": [[8, 10]]}] * 2)
     with pytest.raises(RuntimeError, match=r"guard would.*\[\[8, 10\]\] on rank 0 and"):
         _require_same_steps([{"guard": [[8, 10]]}, {"guard": [[9, 10]]}])
+
+
+def test_kept_data_end_what_a_guard_wanted_left_out(tmp_path: Path) -> None:
+    guard = DivergenceDetector(action="rollback")
+    guard.recovery.skip_steps = [(4, 6)]
+    make(tmp_path, [guard, Ask(5, before_step=3, skip_data=True)], max_steps=6).train()
+    assert guard.recovery.skip_steps == []
