@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headway import ConfigError, TrainerCallback
-from headway.callbacks import DivergenceDetector, NaNGuardCallback
+from headway.callbacks import CheckpointerCallback, DivergenceDetector, NaNGuardCallback
 from headway.checkpoint import committed
 from headway.testing import tiny_trainer
 from headway.testing.poisoned import Poison, final_loss, poisoned_trainer, sample_at
@@ -369,6 +369,18 @@ def test_without_a_checkpoint_to_return_to_it_says_which_are_there(tmp_path: Pat
     )  # fmt: skip
     with pytest.raises(RuntimeError, match=r"step 3 or an earlier one.*there: none"):
         trainer.train()
+
+
+def test_a_rollback_without_planned_saves_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def begin(*callbacks: Any) -> bool:
+        caplog.clear()
+        detector = DivergenceDetector(action="rollback")
+        tiny_trainer(tmp_path, [detector, *callbacks], max_steps=1, save_strategy="no").train()
+        return "plans none" in caplog.text
+
+    assert begin() and not begin(CheckpointerCallback(save_interval=1))
 
 
 def test_a_rollback_needs_whole_checkpoints(tmp_path: Path) -> None:

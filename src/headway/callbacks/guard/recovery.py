@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from headway.callbacks.save.checkpointer import find_checkpointer
 from headway.callbacks.watch.ranges import require_count
 from headway.engine.state import TrainerControl, TrainerState
 from headway.errors import ConfigError, unknown
@@ -77,7 +78,9 @@ class Recovery:
                 f"{self.owner}: action='rollback' needs checkpoints that hold everything, but "
                 f"checkpoint_components={parts!r} leaves parts out"
             )
-        if args.save_strategy == "no" and args.save_every is None and state.is_world_process_zero:
+        saves = args.save_strategy != "no" or args.save_every is not None
+        saves = saves or find_checkpointer(trainer.callbacks) is not None
+        if not saves and state.is_world_process_zero:
             logger.warning(
                 "%s: action='rollback' needs checkpoints to return to, and save_strategy='no' "
                 "plans none",
