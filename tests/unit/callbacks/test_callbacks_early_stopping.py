@@ -151,3 +151,13 @@ def test_a_run_that_never_evaluates_is_refused(tmp_path: Path) -> None:
 def test_a_metric_that_is_not_there_is_told_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"metric.*'eval_los'; did you mean 'eval_loss'"):
         run(tmp_path, [1.0, 1.0], EarlyStoppingCallback(metric="eval_los"))
+
+
+def test_a_metric_of_steps_that_never_comes_is_told_with_the_nearest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, told in (("train/CE los", True), ("train/CE loss", False)):
+        caplog.clear()
+        early = EarlyStoppingCallback(9, metric=name)
+        tiny_trainer(tmp_path, [early], max_steps=2).train()
+        assert ("'train/CE los' never came; did you mean 'train/CE loss'" in caplog.text) is told

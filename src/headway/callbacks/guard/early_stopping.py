@@ -14,7 +14,7 @@ from typing import Any
 from headway.callbacks.watch.ranges import require_count, require_flag, require_name
 from headway.engine.events import TrainerCallback
 from headway.engine.state import TrainerControl, TrainerState
-from headway.errors import ConfigError, unknown
+from headway.errors import ConfigError, nearest, unknown
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,13 @@ class EarlyStoppingCallback(TrainerCallback):
         self.greater_is_better = greater_is_better
         self.early_stopping_patience_counter = 0
         self.best: float | None = None
+        self._came = False
+        self._others: set[str] = set()
+        """Metrics of steps that came while the watched one did not."""
 
     def on_train_begin(self, args: Any, trainer: Any) -> None:
+        self._came = False
+        self._others.clear()
         if self._by_step:
             return
         if not args.do_eval or trainer.eval_dataset is None:
@@ -98,8 +103,26 @@ class EarlyStoppingCallback(TrainerCallback):
         step: int,
         metrics: Mapping[str, float],
     ) -> None:
-        if self._by_step and (value := metrics.get(str(self.metric))) is not None:
+        if not self._by_step:
+            return
+        value = metrics.get(str(self.metric))
+        if value is None:
+            if not self._came:
+                self._others.update(metrics)
+        else:
+            self._came = True
             self._judge(str(self.metric), value, step, args, state, control)
+
+    def on_train_end(self, state: TrainerState) -> None:
+        # Not an error at once: who brings it may do so for the first time at the end.
+        if self._by_step and not self._came and state.is_world_process_zero:
+            near = nearest(str(self.metric), self._others)
+            logger.warning(
+                "%s watched nothing: metric: %r never came%s",
+                self.name,
+                self.metric,
+                "" if near is None else f"; did you mean {near!r}?",
+            )
 
     @property
     def _by_step(self) -> bool:
