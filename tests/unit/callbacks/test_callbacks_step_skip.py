@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from headway import TrainerCallback
-from headway.callbacks import StepSkipRange
+from headway import ConfigError, TrainerCallback
+from headway.callbacks import (
+    DivergenceDetector,
+    EarlyStoppingCallback,
+    NaNGuardCallback,
+    StepSkipRange,
+)
 from headway.engine.events import EVENTS
 from headway.testing import tiny_trainer
 
@@ -106,3 +111,22 @@ def test_a_handler_of_the_window_can_ask_for_it(tmp_path: Path) -> None:
     taken = [step for step, events in ledger.events.items() if events["on_optimizer_step"]]
     assert taken == [1, 3, 4, 5, 6, 7, 8]
     assert "on_window" in EVENTS
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: StepSkipRange(0, 2), "StepSkipRange: start: 0 given"),
+        (lambda: StepSkipRange(3, 3), "StepSkipRange: stop: 3 given"),
+        (lambda: DivergenceDetector(patience=0), "DivergenceDetector: patience: 0 given"),
+        (lambda: DivergenceDetector(smoothing=2.0), "DivergenceDetector: smoothing: 2.0 given"),
+        (lambda: DivergenceDetector(threshold=None), "DivergenceDetector: threshold and"),
+        (lambda: NaNGuardCallback(max_consecutive=0), "NaNGuardCallback: max_consecutive: 0 given"),
+        (lambda: EarlyStoppingCallback(0), "EarlyStoppingCallback: early_stopping_patience: 0"),
+        (lambda: EarlyStoppingCallback(min_delta=-1), "EarlyStoppingCallback: min_delta: -1 given"),
+        (lambda: EarlyStoppingCallback(2, patience=3), "EarlyStoppingCallback: patience: 3 given"),
+    ],
+)
+def test_mistakes_in_options_of_guards_name_the_guard(make: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match="^" + words):
+        make()

@@ -71,23 +71,25 @@ class DivergenceDetector(TrainerCallback):
         skip_batches: str = "offending",
         learning_rate_factor: float | None = None,
     ) -> None:
-        _check_thresholds(smoothing, threshold, relative_threshold)
-        require_count("patience", patience, least=1)
-        require_count("warmup", warmup)
-        require_count("cooldown", cooldown)
+        kind = type(self).__name__
+        _check_thresholds(kind, smoothing, threshold, relative_threshold)
+        require_count(f"{kind}: patience", patience, least=1)
+        require_count(f"{kind}: warmup", warmup)
+        require_count(f"{kind}: cooldown", cooldown)
         for name, flag in (
             ("use_eval_loss", use_eval_loss),
             ("greater_is_better", greater_is_better),
             ("every_step", every_step),
         ):
-            require_flag(name, flag)
+            require_flag(f"{kind}: {name}", flag)
         if metric_key is not None:
-            require_name("metric_key", metric_key)
+            require_name(f"{kind}: metric_key", metric_key)
         self.metric_key = metric_key or ("eval_loss" if use_eval_loss else "loss")
         self.every_step = every_step
         if every_step and self.metric_key.startswith(_EVALUATION):
             raise ConfigError(
-                f"every_step: True given, but {self.metric_key!r} is of evaluations; allowed: false"
+                f"{kind}: every_step: True given, but {self.metric_key!r} is of evaluations; "
+                f"allowed: false"
             )
         self.rule = DivergenceRule(
             smoothing=smoothing,
@@ -99,7 +101,7 @@ class DivergenceDetector(TrainerCallback):
             greater_is_better=greater_is_better,
         )
         self.recovery = Recovery(
-            type(self).__name__,
+            kind,
             action,
             ACTIONS,
             max_rollbacks=max_rollbacks,
@@ -267,15 +269,18 @@ class DivergenceDetector(TrainerCallback):
         self.recovery.load_state_dict(state)
 
 
-def _check_thresholds(smoothing: Any, threshold: Any, relative_threshold: Any) -> None:
-    require_positive("smoothing", smoothing)
+def _check_thresholds(kind: str, smoothing: Any, threshold: Any, relative_threshold: Any) -> None:
+    require_positive(f"{kind}: smoothing", smoothing)
     if smoothing > 1:
-        raise ConfigError(f"smoothing: {smoothing!r} given; allowed: above 0 and at most 1")
-    require_positive("threshold", threshold, optional=True)
-    require_positive("relative_threshold", relative_threshold, optional=True)
+        raise ConfigError(f"{kind}: smoothing: {smoothing!r} given; allowed: above 0 and at most 1")
+    require_positive(f"{kind}: threshold", threshold, optional=True)
+    require_positive(f"{kind}: relative_threshold", relative_threshold, optional=True)
     if relative_threshold is not None and relative_threshold <= 1:
         raise ConfigError(
-            f"relative_threshold: {relative_threshold!r} given; allowed: a factor above 1, or none"
+            f"{kind}: relative_threshold: {relative_threshold!r} given; allowed: a factor above 1, "
+            f"or none"
         )
     if threshold is None and relative_threshold is None:
-        raise ConfigError("threshold and relative_threshold: None given for both; set one of them")
+        raise ConfigError(
+            f"{kind}: threshold and relative_threshold: None given for both; set one of them"
+        )

@@ -42,16 +42,19 @@ class EarlyStoppingCallback(TrainerCallback):
         min_delta: float | None = None,
         greater_is_better: bool | None = None,
     ) -> None:
-        one = _choose("early_stopping_patience", early_stopping_patience, 1, "patience", patience)
-        require_count(one[0], one[1], least=1)
-        two = _choose(
-            "early_stopping_threshold", early_stopping_threshold, 0.0, "min_delta", min_delta
+        kind = type(self).__name__
+        one = _choose(
+            kind, "early_stopping_patience", early_stopping_patience, 1, "patience", patience
         )
-        _require_least(two[0], two[1])
+        require_count(f"{kind}: {one[0]}", one[1], least=1)
+        two = _choose(
+            kind, "early_stopping_threshold", early_stopping_threshold, 0.0, "min_delta", min_delta
+        )
+        _require_least(f"{kind}: {two[0]}", two[1])
         if metric is not None:
-            require_name("metric", metric)
+            require_name(f"{kind}: metric", metric)
         if greater_is_better is not None:
-            require_flag("greater_is_better", greater_is_better)
+            require_flag(f"{kind}: greater_is_better", greater_is_better)
         self.early_stopping_patience: int = one[1]
         self.early_stopping_threshold = float(two[1] or 0.0)
         self.metric = metric
@@ -196,13 +199,15 @@ class EarlyStoppingCallback(TrainerCallback):
         self.best = None if best is None else float(best)
 
 
-def _choose(name: str, given: Any, default: Any, other: str, as_other: Any) -> tuple[str, Any]:
+def _choose(
+    kind: str, name: str, given: Any, default: Any, other: str, as_other: Any
+) -> tuple[str, Any]:
     """One value from its two names."""
     if as_other is None:
         return name, given
     if given != default and given != as_other:
         raise ConfigError(
-            f"{other}: {as_other!r} given, and {name}: {given!r}; they are one: give one"
+            f"{kind}: {other}: {as_other!r} given, and {name}: {given!r}; they are one: give one"
         )
     return other, as_other
 

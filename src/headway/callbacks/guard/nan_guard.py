@@ -57,20 +57,21 @@ class NaNGuardCallback(TrainerCallback):
         skip_batches: str = "offending",
         learning_rate_factor: float | None = None,
     ) -> None:
-        require_flag("watch_loss", watch_loss)
-        require_flag("watch_grad_norm", watch_grad_norm)
-        require_count("parameter_interval", parameter_interval, least=1, optional=True)
-        require_count("max_consecutive", max_consecutive, least=1)
+        kind = type(self).__name__
+        require_flag(f"{kind}: watch_loss", watch_loss)
+        require_flag(f"{kind}: watch_grad_norm", watch_grad_norm)
+        require_count(f"{kind}: parameter_interval", parameter_interval, least=1, optional=True)
+        require_count(f"{kind}: max_consecutive", max_consecutive, least=1)
         if not (watch_loss or watch_grad_norm or parameter_interval):
             raise ConfigError(
-                "watch_loss and watch_grad_norm: False given for both, and no parameter_interval; "
-                "set one of them"
+                f"{kind}: watch_loss and watch_grad_norm: False given for both, and no "
+                f"parameter_interval; set one of them"
             )
         self.watch_loss, self.watch_grad_norm = watch_loss, watch_grad_norm
         self.parameter_interval = parameter_interval
         self.max_consecutive = max_consecutive
         self.recovery = Recovery(
-            type(self).__name__,
+            kind,
             action,
             ACTIONS,
             max_rollbacks=max_rollbacks,

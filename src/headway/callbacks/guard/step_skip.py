@@ -24,10 +24,11 @@ class StepSkipRange(TrainerCallback):
     """
 
     def __init__(self, start: int, stop: int) -> None:
-        require_count("start", start, least=1)
-        require_count("stop", stop, least=1)
+        kind = type(self).__name__
+        require_count(f"{kind}: start", start, least=1)
+        require_count(f"{kind}: stop", stop, least=1)
         if stop <= start:
-            raise ConfigError(f"stop: {stop} given; allowed: a step after start={start}")
+            raise ConfigError(f"{kind}: stop: {stop} given; allowed: a step after start={start}")
         self.start, self.stop = start, stop
         self._told = False
 
