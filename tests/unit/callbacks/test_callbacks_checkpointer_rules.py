@@ -206,6 +206,8 @@ def test_options_of_the_list_form() -> None:
             ListCheckpointerCallback(steps_given)
     with pytest.raises(ConfigError, match="ListCheckpointerCallback: save_steps has -1"):
         ListCheckpointerCallback([3, -1])
+    with pytest.raises(ConfigError, match=r"^ListCheckpointerCallback: remove: unknown"):
+        ListCheckpointerCallback([3], remove="x")
     made = ListCheckpointerCallback([5, 3, 3], remove=CheckpointRemovalStrategy.never)
     assert made.save_steps == (3, 5) and made.save_interval is None
     assert made.retention["keep_ephemeral"]

@@ -122,6 +122,7 @@ def test_a_mistake_in_a_task_names_file_and_line(
     with pytest.raises(ConfigError) as caught:
         trainer_with(tmp_path, DownstreamEvaluatorCallbackConfig([path]))
     assert "broken.jsonl" in str(caught.value) and told in str(caught.value)
+    assert str(caught.value).startswith("DownstreamEvaluatorCallbackConfig: tasks: task file")
 
 
 @pytest.mark.parametrize(

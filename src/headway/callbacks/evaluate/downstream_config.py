@@ -78,17 +78,20 @@ class DownstreamEvaluatorCallbackConfig(CallbackConfig):
                 "or a folder with tokenizer.json"
             )
         tokenizer = load_tokenizer(own)
-        evaluators = [
-            DownstreamEvaluator(
-                self.name,
-                task,
-                path,
-                tokenizer,
-                batch_tokens=self.batch_tokens,
-                lazy=self.lazy,
-            )
-            for task, path in self.tasks.items()
-        ]
+        try:
+            evaluators = [
+                DownstreamEvaluator(
+                    self.name,
+                    task,
+                    path,
+                    tokenizer,
+                    batch_tokens=self.batch_tokens,
+                    lazy=self.lazy,
+                )
+                for task, path in self.tasks.items()
+            ]
+        except ConfigError as error:
+            raise ConfigError([f"{_KIND}: tasks: {p}" for p in error.problems]) from error
         callback = EvaluatorCallback(evaluators, **self._options)
         callback.trainer = trainer
         return callback

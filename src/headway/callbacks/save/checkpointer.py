@@ -62,7 +62,7 @@ class CheckpointerCallback(TrainerCallback):
         )
         self.pre_train_checkpoint = self._flag("pre_train_checkpoint", pre_train_checkpoint)
         self.save_async = self._flag("save_async", save_async)
-        self.remove = CheckpointRemovalStrategy.parse(remove)
+        self.remove = CheckpointRemovalStrategy.parse(remove, type(self).__name__)
         self.ephemeral_cooldown = self._duration("ephemeral_cooldown", ephemeral_cooldown)
         self.fixed_steps = self._steps("fixed_steps", fixed_steps)
         self.max_checkpoints = max_checkpoints

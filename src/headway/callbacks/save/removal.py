@@ -19,13 +19,13 @@ class CheckpointRemovalStrategy(StrEnum):
     """Nothing is removed, ephemeral ones included."""
 
     @classmethod
-    def parse(cls, given: object) -> CheckpointRemovalStrategy:
-        """A member, or its name as a run file has it."""
+    def parse(cls, given: object, who: str = "CheckpointerCallback") -> CheckpointRemovalStrategy:
+        """A member, or its name as a run file has it; `who` was given it."""
         try:
             return cls(given)  # type: ignore[arg-type]
         except ValueError:
             raise ConfigError(
-                "CheckpointerCallback: remove: "
+                f"{who}: remove: "
                 + unknown("removal strategy", str(given), [str(member) for member in cls])
             ) from None
 

@@ -53,16 +53,18 @@ class BatchSizeSchedulerCallback(TrainerCallback):
         enabled: bool = True,
         lr_scaling: str = "auto",
     ) -> None:
-        require_flag("enabled", enabled)
+        require_flag(f"{_WHO}: enabled", enabled)
         if lr_scaling not in RULES:
             raise ConfigError(
-                f"lr_scaling: {lr_scaling!r} given; " + unknown("rule", str(lr_scaling), RULES)
+                f"{_WHO}: lr_scaling: {lr_scaling!r} given; "
+                + unknown("rule", str(lr_scaling), RULES)
             )
         self.batch_sizes = _read_sizes(batch_sizes)
         self.schedule = _read_schedule(schedule)
         if len(self.batch_sizes) != len(self.schedule):
             raise ConfigError(
-                f"schedule: {list(map(str, self.schedule))} given; allowed: one entry for each of "
+                f"{_WHO}: schedule: {list(map(str, self.schedule))} given; allowed: one entry for "
+                "each of "
                 f"the {len(self.batch_sizes)} batch_sizes"
             )
         self.enabled = enabled and bool(self.batch_sizes)
@@ -174,7 +176,7 @@ class BatchSizeSchedulerCallback(TrainerCallback):
         self._rule = _choose_rule(self.lr_scaling, optimizer)
         if self._rule != "none" and not hasattr(scheduler, "multiply_rates"):
             raise ConfigError(
-                f"lr_scaling: {self.lr_scaling!r} given; allowed with the scheduler "
+                f"{_WHO}: lr_scaling: {self.lr_scaling!r} given; allowed with the scheduler "
                 f"{type(scheduler).__name__}, whose rates are its own: 'none'"
             )
         if run_unit(args) == "epochs":
@@ -194,7 +196,7 @@ class BatchSizeSchedulerCallback(TrainerCallback):
         widest = max(self._deals.values(), key=lambda deal: deal.accumulation)
         if args.fuse_optim_with_backward and widest.accumulation > 1:
             raise ConfigError(
-                f"batch_sizes: {widest.window_samples} given; allowed with "
+                f"{_WHO}: batch_sizes: {widest.window_samples} given; allowed with "
                 f"fuse_optim_with_backward: up to {widest.world_size} ranks x "
                 f"per_device_train_batch_size={args.per_device_train_batch_size} samples, which "
                 "need no accumulation"
@@ -220,11 +222,12 @@ class BatchSizeSchedulerCallback(TrainerCallback):
         try:
             deal = loader.deal.resized(size, largest)
         except ConfigError as error:
-            raise ConfigError(f"batch_sizes: {error}") from error
+            raise ConfigError(f"{_WHO}: batch_sizes: {error}") from error
         if loader.kind != "map" and deal.batch_size != loader.deal.batch_size:
             whole = loader.deal.batch_size * loader.deal.world_size
             raise ConfigError(
-                f"batch_sizes: {size} given; allowed for a stream, which is cut into micro-batches "
+                f"{_WHO}: batch_sizes: {size} given; allowed for a stream, which is cut into "
+                "micro-batches "
                 f"as it is read: multiples of {whole} (per_device_train_batch_size={largest} x "
                 f"{loader.deal.world_size} ranks)"
             )
@@ -260,35 +263,42 @@ class BatchSizeSchedulerCallback(TrainerCallback):
 
 def _read_sizes(given: Any) -> list[int]:
     if isinstance(given, str) or not isinstance(given, Sequence):
-        raise ConfigError(f"batch_sizes: {given!r} given; allowed: a list of whole numbers")
+        raise ConfigError(f"{_WHO}: batch_sizes: {given!r} given; allowed: a list of whole numbers")
     for size in given:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ConfigError(f"batch_sizes: {size!r} given; allowed: whole numbers from 1 up")
+            raise ConfigError(
+                f"{_WHO}: batch_sizes: {size!r} given; allowed: whole numbers from 1 up"
+            )
     for before, after in itertools.pairwise(given):
         if before == after:
             raise ConfigError(
-                f"batch_sizes: {after} given twice in a row; allowed: a change at every entry"
+                f"{_WHO}: batch_sizes: {after} given twice in a row; allowed: a change at every "
+                "entry"
             )
     return list(given)
 
 
 def _read_schedule(given: Any) -> list[Any]:
     if isinstance(given, str) or not isinstance(given, Sequence):
-        raise ConfigError(f"schedule: {given!r} given; allowed: a list such as [0, '500 steps']")
-    points = [read_point("schedule", entry) for entry in given]
+        raise ConfigError(
+            f"{_WHO}: schedule: {given!r} given; allowed: a list such as [0, '500 steps']"
+        )
+    points = [read_point(f"{_WHO}: schedule", entry) for entry in given]
     # A bare 0 begins a schedule in any unit.
     units = {point.unit for point in points if point.value} or {"steps"}
     if len(units) > 1:
         raise ConfigError(
-            f"schedule: {', '.join(map(repr, given))} given; allowed: all entries in one unit, "
+            f"{_WHO}: schedule: {', '.join(map(repr, given))} given; allowed: all entries in one "
+            "unit, "
             f"not in {' and '.join(sorted(units))}"
         )
     if points and points[0].value != 0:
-        raise ConfigError(f"schedule: {given[0]!r} given as the first entry; allowed: 0")
+        raise ConfigError(f"{_WHO}: schedule: {given[0]!r} given as the first entry; allowed: 0")
     for before, after in itertools.pairwise(points):
         if after.value <= before.value:
             raise ConfigError(
-                f"schedule: {str(after)!r} given after {str(before)!r}; allowed: each entry later "
+                f"{_WHO}: schedule: {str(after)!r} given after {str(before)!r}; allowed: each "
+                "entry later "
                 "than the one before"
             )
     return points
@@ -300,7 +310,8 @@ def _choose_rule(given: str, optimizer: Any) -> str:
     others = sorted({name for name in _classes_of(optimizer) if "adam" not in name.lower()})
     if others:
         raise ConfigError(
-            f"lr_scaling: 'auto' given; allowed with {', '.join(others)}, which is not of the Adam "
+            f"{_WHO}: lr_scaling: 'auto' given; allowed with {', '.join(others)}, which is not of "
+            "the Adam "
             "family: 'sqrt', 'linear' or 'none'"
         )
     return "sqrt"

@@ -44,12 +44,14 @@ class FreezeCallback(TrainerCallback):
         self, patterns: Sequence[str] | str, since: Point = 0, until: Point | None = None
     ) -> None:
         self.patterns = _read_patterns(patterns)
-        self.since = read_point("since", since)
-        self.until = None if until is None else read_point("until", until)
+        self.since = read_point(f"{_WHO}: since", since)
+        self.until = None if until is None else read_point(f"{_WHO}: until", until)
         if self.until is not None:
             comparable = self.until.unit == self.since.unit or not self.since.value
             if not self.until.value or (comparable and self.until.value <= self.since.value):
-                raise ConfigError(f"until: {until!r} given; allowed: later than since={since!r}")
+                raise ConfigError(
+                    f"{_WHO}: until: {until!r} given; allowed: later than since={since!r}"
+                )
         self._members: list[Any] = []
         self._by_flag = False
         self._is_frozen = False
@@ -108,7 +110,8 @@ class FreezeCallback(TrainerCallback):
             if self._by_flag and not any(p.requires_grad for p in model.parameters()):
                 self._let_go()
                 raise ConfigError(
-                    f"patterns: {self.patterns} given; with what else is frozen nothing would be "
+                    f"{_WHO}: patterns: {self.patterns} given; with what else is frozen nothing "
+                    "would be "
                     "left to train"
                 )
         logger.info(
@@ -154,11 +157,14 @@ class FreezeCallback(TrainerCallback):
         for pattern in self.patterns:
             if not any(re.search(pattern, name) for name in everywhere):
                 raise ConfigError(
-                    f"patterns: {pattern!r} given; it matches no parameter; the nearest are: "
+                    f"{_WHO}: patterns: {pattern!r} given; it matches no parameter; the nearest "
+                    "are: "
                     f"{', '.join(_nearest(pattern, everywhere))}"
                 )
         if all(any(re.search(p, name) for p in self.patterns) for name in everywhere):
-            raise ConfigError(f"patterns: {self.patterns} given; nothing would be left to train")
+            raise ConfigError(
+                f"{_WHO}: patterns: {self.patterns} given; nothing would be left to train"
+            )
         own = dict(model.named_parameters())
         found = []
         for first, names in all_names(model).items():
@@ -170,7 +176,8 @@ class FreezeCallback(TrainerCallback):
                 found.append(parameter)
             elif self.until is not None:
                 raise ConfigError(
-                    f"until: {str(self.until)!r} given, but {cleaned[0]} does not require a "
+                    f"{_WHO}: until: {str(self.until)!r} given, but {cleaned[0]} does not require "
+                    "a "
                     "gradient and is not the optimizer's; make it trainable, and it is frozen "
                     "until then"
                 )
@@ -180,18 +187,20 @@ class FreezeCallback(TrainerCallback):
 def _read_patterns(given: Any) -> list[str]:
     patterns = [given] if isinstance(given, str) else given
     if not isinstance(patterns, Sequence) or not patterns:
-        raise ConfigError(f"patterns: {given!r} given; allowed: regular expressions, at least one")
+        raise ConfigError(
+            f"{_WHO}: patterns: {given!r} given; allowed: regular expressions, at least one"
+        )
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise ConfigError(
-                f"patterns: {pattern!r} given; allowed: text that is not empty, a regular "
+                f"{_WHO}: patterns: {pattern!r} given; allowed: text that is not empty, a regular "
                 "expression"
             )
         try:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(
-                f"patterns: {pattern!r} given, which is no regular expression: {error}"
+                f"{_WHO}: patterns: {pattern!r} given, which is no regular expression: {error}"
             ) from error
     return list(patterns)
 

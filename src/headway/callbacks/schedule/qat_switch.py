@@ -30,11 +30,12 @@ class QATSwitchCallback(TrainerCallback):
     """
 
     def __init__(self, start: Point, enabled: bool = True) -> None:
-        require_flag("enabled", enabled)
-        self.start = read_point("start", start)
+        require_flag(f"{_WHO}: enabled", enabled)
+        self.start = read_point(f"{_WHO}: start", start)
         if not self.start.value:
             raise ConfigError(
-                f"start: {start!r} given; allowed: later than 0. To quantise from the first step "
+                f"{_WHO}: start: {start!r} given; allowed: later than 0. To quantise from the "
+                "first step "
                 "on, leave the callback out"
             )
         self.enabled = enabled

@@ -46,15 +46,15 @@ class SequenceLengthSchedulerCallback(TrainerCallback):
         enabled: bool = True,
         max_sequence_length: int | None = None,
     ) -> None:
-        require_count("min_sequence_length", min_sequence_length, least=2)
-        require_count("warmup_steps", warmup_steps, least=1)
-        require_flag("truncate", truncate)
-        require_count("keep_multiple_of", keep_multiple_of, least=1)
-        require_flag("enabled", enabled)
-        require_count("max_sequence_length", max_sequence_length, least=2, optional=True)
+        require_count(f"{_WHO}: min_sequence_length", min_sequence_length, least=2)
+        require_count(f"{_WHO}: warmup_steps", warmup_steps, least=1)
+        require_flag(f"{_WHO}: truncate", truncate)
+        require_count(f"{_WHO}: keep_multiple_of", keep_multiple_of, least=1)
+        require_flag(f"{_WHO}: enabled", enabled)
+        require_count(f"{_WHO}: max_sequence_length", max_sequence_length, least=2, optional=True)
         if truncate and min_sequence_length % keep_multiple_of:
             raise ConfigError(
-                f"min_sequence_length: {min_sequence_length} given; allowed with truncate: "
+                f"{_WHO}: min_sequence_length: {min_sequence_length} given; allowed with truncate: "
                 f"multiples of keep_multiple_of={keep_multiple_of}"
             )
         self.min_sequence_length = min_sequence_length
@@ -101,7 +101,8 @@ class SequenceLengthSchedulerCallback(TrainerCallback):
             require_known_end(args, lr_scheduler, f"{_WHO} (truncate)")
             if args.fp8_recipe is not None and self.keep_multiple_of % 16:
                 raise ConfigError(
-                    f"keep_multiple_of: {self.keep_multiple_of} given; allowed with fp8_recipe: "
+                    f"{_WHO}: keep_multiple_of: {self.keep_multiple_of} given; allowed with "
+                    "fp8_recipe: "
                     "multiples of 16"
                 )
         self._limit_lengths(args, self._target)
@@ -138,7 +139,8 @@ class SequenceLengthSchedulerCallback(TrainerCallback):
         least = self.min_sequence_length
         if least >= target:
             raise ConfigError(
-                f"min_sequence_length: {least} given; allowed: less than the data's {target} "
+                f"{_WHO}: min_sequence_length: {least} given; allowed: less than the data's "
+                f"{target} "
                 "tokens per sample"
             )
         if self.truncate:
@@ -149,7 +151,8 @@ class SequenceLengthSchedulerCallback(TrainerCallback):
             fits = [length for length in fits if length >= 2]
             allowed = ", ".join(map(str, fits)) if fits else "none, so set truncate=True"
             raise ConfigError(
-                f"min_sequence_length: {least} given; the data's {target} tokens per sample must "
+                f"{_WHO}: min_sequence_length: {least} given; the data's {target} tokens per "
+                "sample must "
                 f"be a power of two times it where samples are split; allowed: {allowed}"
             )
 
@@ -159,13 +162,14 @@ class SequenceLengthSchedulerCallback(TrainerCallback):
         if isinstance(told, int) and not isinstance(told, bool):
             if given not in (None, told):
                 raise ConfigError(
-                    f"max_sequence_length: {given} given, but samples of the "
+                    f"{_WHO}: max_sequence_length: {given} given, but samples of the "
                     f"{type(dataset).__name__} have {told} tokens; leave it out"
                 )
             return told
         if given is None:
             raise ConfigError(
-                f"max_sequence_length: none given, and a {type(dataset).__name__} does not say how "
+                f"{_WHO}: max_sequence_length: none given, and a {type(dataset).__name__} does not "
+                "say how "
                 "long its samples are (sequence_length); give the full length"
             )
         return given
@@ -191,7 +195,7 @@ class SequenceLengthSchedulerCallback(TrainerCallback):
                 )
         elif (target // self.min_sequence_length).bit_length() > most:
             raise ConfigError(
-                f"min_sequence_length: {self.min_sequence_length} given; doubling it up to "
+                f"{_WHO}: min_sequence_length: {self.min_sequence_length} given; doubling it up to "
                 f"{target} makes more lengths than torch compiles ({limit}, "
                 "dynamo_recompile_limit); set torch_compile_dynamic=True, or raise one of the two"
             )
@@ -218,7 +222,8 @@ class SequenceLengthSchedulerCallback(TrainerCallback):
             return
         if width > self._target:
             raise ConfigError(
-                f"max_sequence_length: {self._target} tokens expected, but a batch has sequences "
+                f"{_WHO}: max_sequence_length: {self._target} tokens expected, but a batch has "
+                "sequences "
                 f"of {width}"
             )
         if not self.truncate:
