@@ -271,8 +271,10 @@ def describe_fault(plan: Plan) -> str:
     if plan.place == "storage":
         return f"{who} failed: .*No space left on device"
     error = ERRORS[plan.error]
-    line = f"{type(error).__name__}: {error}".strip()
-    return rf"{who} (failed|was lost): (it could not read the data: )?{re.escape(line)}"
+    line = re.escape(type(error).__name__)
+    if str(error):
+        line += rf": (callback '\w+', \w+: )?{re.escape(str(error))}"
+    return rf"{who} (failed|was lost): (it could not read the data: )?{line}"
 
 
 def _run_uneven(arena: Arena, place: Path, plan: Plan) -> str | None:
