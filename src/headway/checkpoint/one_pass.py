@@ -31,7 +31,7 @@ from headway.checkpoint.manifest import compare_digest
 from headway.checkpoint.storage import FileRecord
 
 # What is read at once is digested while it is still in the core's cache.
-_PIECE_BYTES = 512 << 10
+_PIECE_BYTES = 1 << 20
 # To a device the copies are what costs: they should be few.
 _DEVICE_PIECE_BYTES = 8 << 20
 
