@@ -34,7 +34,7 @@ _LEAST = {
 
 @dataclass
 class TrainerConfig:
-    """How to train. A value that cannot be meant, or is not available yet, is a ConfigError."""
+    """How to train. A value that cannot be meant is a ConfigError."""
 
     strategy: str = "auto"
     """`none`: one device. `ddp`, `fsdp`, `deepspeed`: the ranks that a launcher started.
