@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import tracemalloc
 from collections.abc import Iterator
 
 # Before any import of torch or transformers, which read these once.
@@ -50,9 +51,12 @@ def restored_process() -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     torch_state, dtype = torch.get_rng_state(), torch.get_default_dtype()
     deterministic = torch.are_deterministic_algorithms_enabled()
+    traced = tracemalloc.is_tracing()
     yield
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    if tracemalloc.is_tracing() and not traced:
+        tracemalloc.stop()  # a callback leaves it on where ending it beside threads is not safe
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(deterministic)
     torch.set_rng_state(torch_state)

@@ -11,6 +11,7 @@ import pytest
 
 from headway import TrainerCallback
 from headway.callbacks import MallocTraceCallback
+from headway.callbacks.profile import malloc_trace
 from headway.errors import ConfigError
 from headway.testing import tiny_trainer
 
@@ -35,7 +36,9 @@ LINE = next(
 
 
 @pytest.fixture(autouse=True)
-def never_left_on() -> Any:
+def ends_safely(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As with a Python that can end tracing; no other thread is traced in these tests."""
+    monkeypatch.setattr(malloc_trace, "_CAN_STOP", True)
     yield
     assert not tracemalloc.is_tracing()
 
@@ -88,6 +91,27 @@ def test_tracing_ends_after_its_steps(tmp_path: Path) -> None:
     tiny_trainer(tmp_path, [leak, callback], max_steps=4).train()
     assert leak.traced == [True, True, False, False]
     assert len(reports(tmp_path)) == 1
+
+
+def test_a_python_that_may_crash_at_the_end_of_tracing_goes_on_tracing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(malloc_trace, "_CAN_STOP", False)
+    leak = Leak()
+    callback = MallocTraceCallback(start_step=0, interval=10, num_steps=2)
+    try:
+        tiny_trainer(tmp_path / "first", [leak, callback], max_steps=4).train()
+        assert leak.traced == [True] * 4
+        assert len(reports(tmp_path / "first")) == 1
+        held = tracemalloc.get_traced_memory()[0]
+        assert held < 3.5 * 100 * 1024  # what was traced before is forgotten
+        callback = MallocTraceCallback(start_step=0, interval=2, frames=3)
+        tiny_trainer(tmp_path / "second", [Leak(), callback], max_steps=2).train()
+        assert len(reports(tmp_path / "second")) == 1
+        assert "frames=3, but tracing was begun before with 1" in caplog.text
+    finally:
+        tracemalloc.stop()
+        monkeypatch.setattr(malloc_trace, "_began_tracing", False)
 
 
 def test_callers_are_told_when_asked_for(tmp_path: Path) -> None:

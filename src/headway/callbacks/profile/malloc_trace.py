@@ -8,6 +8,7 @@ sum in the peak of the process.
 from __future__ import annotations
 
 import logging
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ logger = logging.getLogger(__name__)
 _MIB = 1024**2
 _OURS = (tracemalloc.__file__, __file__)
 
+# In Pythons before these, `tracemalloc.stop` crashes the process when a thread of torch (one that
+# lets go of a tensor after a collective) is about to be traced at that moment: gh-128679.
+_CAN_STOP = sys.version_info >= (3, 13, 2) or (3, 12, 9) <= sys.version_info < (3, 13)
+
+_began_tracing = False  # whether tracing was begun here, by any callback of this process
+
 # Bytes and blocks that are held, by the line (and its callers) that took them.
 Held = dict[tracemalloc.Traceback, tuple[int, int]]
 
@@ -37,7 +44,8 @@ class MallocTraceCallback(TrainerCallback):
     callers of a line are told apart and shown.
 
     Tracing slows Python down, two- to fourfold where it allocates much; before and after it costs
-    nothing.
+    nothing. Python before 3.12.9, and 3.13 before 3.13.2, cannot end it safely beside torch's
+    threads: there it goes on, with its cost, until the process ends.
     """
 
     priority = -10
@@ -62,7 +70,7 @@ class MallocTraceCallback(TrainerCallback):
         require_flag("enabled", enabled)
         self.start_step, self.interval, self.num_steps = start_step, interval, num_steps
         self.top, self.frames, self.ranks, self.enabled = top, frames, ranks, enabled
-        self._is_chosen = self._is_on = self._owns_tracing = False
+        self._is_chosen = self._is_on = False
         self._first: Held = {}
         self._last: Held = {}
         self._began = self._reported = 0
@@ -109,17 +117,29 @@ class MallocTraceCallback(TrainerCallback):
     def _begin(self) -> None:
         if not self._is_chosen:
             return
-        # Somebody else may be tracing: theirs goes on after ours.
-        self._owns_tracing = not tracemalloc.is_tracing()
-        if self._owns_tracing:
+        global _began_tracing
+        if not tracemalloc.is_tracing():
             tracemalloc.start(self.frames)
+            _began_tracing = True
+        elif tracemalloc.get_traceback_limit() < self.frames:
+            logger.warning(
+                "MallocTraceCallback: frames=%d, but tracing was begun before with %d",
+                self.frames,
+                tracemalloc.get_traceback_limit(),
+            )
         self._is_on, self._reported = True, self._began
         self._first = self._last = self._take()
 
     def _end(self) -> None:
-        if self._is_on and self._owns_tracing:
-            tracemalloc.stop()
-        self._is_chosen = self._is_on = self._owns_tracing = False
+        global _began_tracing
+        # Tracing that somebody else has begun goes on after ours.
+        if self._is_on and _began_tracing:
+            if _CAN_STOP:
+                tracemalloc.stop()
+                _began_tracing = False
+            else:
+                tracemalloc.clear_traces()
+        self._is_chosen = self._is_on = False
         self._first = self._last = {}
 
     def _report(self, step: int, speaks: bool) -> None:
