@@ -18,7 +18,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' tests
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not slow' tests
 
 # The tests that take longest, beside those of `make test`.
 test-long: $(INSTALLED)

@@ -35,6 +35,7 @@ JOBS = {
         {"n_microbatches": 4, "pipe_schedule": "InterleavedZeroBubble"},
     ),
 }
+SLOW = pytest.mark.slow
 MODELS = {
     "decoder": partial(tiny_decoder, num_layers=4),
     "llama": partial(tiny_llama, num_hidden_layers=4),
@@ -86,7 +87,9 @@ def run_on_ranks(name, folder, model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=SLOW if n == "zero bubble" else ()) for n in JOBS]
+)
 def test_a_fused_loss_on_ranks_is_the_loss_of_one_device(tmp_path, name, model):
     alone = run(Trainer, TrainingArguments, {}, str(tmp_path / "alone"), model, 8)
     results = run_ranks(run_on_ranks, 2, name, str(tmp_path / "ranks"), model)

@@ -124,7 +124,7 @@ def _run_offloaded(folder: Path, kind: str) -> dict[int, float]:
     return _losses(trainer)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2", "pipeline"])
 def test_options_change_memory_and_not_the_losses(tmp_path, kind):
     found = run_ranks(_run_all, 2, tmp_path, kind, timeout_s=280)
     for rank in found:

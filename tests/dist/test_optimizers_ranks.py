@@ -170,6 +170,7 @@ def test_muon_and_adamw_train_alike_under_every_strategy_and_exchange_their_stat
     assert train(last)["losses"] == pytest.approx(reference["losses"], rel=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_low_bit_states_over_ranks_come_back_bit_for_bit_at_any_number_of_them(tmp_path):
     jobs, one_rank = [], []

@@ -121,6 +121,7 @@ def test_the_largest_that_a_limit_allows_is_found_and_applied(folder: Path) -> N
 
 
 @pytest.mark.timeout(420)
+@pytest.mark.slow
 def test_a_trial_that_is_killed_does_not_kill_the_search(folder: Path) -> None:
     """Also: what does not divide a step is said."""
     done = find(folder, "--model=batch_parts.Dying", "--max-batch", "3")
@@ -240,6 +241,7 @@ def test_mistakes(
     assert (folder / "run.yaml").read_text() == RUN and not (folder / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_mistake_that_only_a_trial_finds_is_told_like_any_other(folder: Path) -> None:
     given = "{num_samples: 8, sequence_length: 4, vocab_size: 8}"
     data = f"{{class_path: SyntheticDataset, init_args: {given}}}"

@@ -200,7 +200,7 @@ def test_a_mistake_in_a_slurm_job_is_told_once(folder: Path) -> None:
     assert len(told) == 1 and "global_batch_size" in told[0], said
 
 
-@pytest.mark.parametrize("trainer", ["ddp", "accelerate"])
+@pytest.mark.parametrize("trainer", [pytest.param("ddp", marks=pytest.mark.slow), "accelerate"])
 def test_accelerate_launch_starts_ranks(
     trainer: str, folder: Path, alone: dict[int, float]
 ) -> None:

@@ -41,5 +41,6 @@ def test_ranks_killed_inside_saves_go_on_and_end_as_if_undisturbed():
     assert outcome.counts["kills inside a save"] >= 1
 
 
+@pytest.mark.slow
 def test_a_rank_does_not_survive_launcher_and_torchrun_and_the_next_start_goes_on():
     prove_launcher_faults(1, seed=1, faults=("alone",), trainer="ddp").require_success()

@@ -13,7 +13,7 @@ PLAIN = [
     ["accel2"],
     ["ddp4", "fsdp4", "hsdp2x2", "dp2pp2"],
     [f"pp2-{name}" for name in SCHEDULES],
-    [f"pp4-{name}" for name in SCHEDULES],
+    pytest.param([f"pp4-{name}" for name in SCHEDULES], marks=pytest.mark.slow, id="pp4"),
 ]
 
 
@@ -80,7 +80,9 @@ def test_tied_weights_and_accumulation(names, alone, tmp_path):
         ["ddp2", "fsdp2"],
         ["accel2"],
         [f"pp2-{name}" for name in SCHEDULES],
-        ["ddp4", "fsdp4", "hsdp2x2", "pp4", "dp2pp2"],
+        pytest.param(
+            ["ddp4", "fsdp4", "hsdp2x2", "pp4", "dp2pp2"], marks=pytest.mark.slow, id="ddp4"
+        ),
     ],
     ids=lambda names: names[0],
 )

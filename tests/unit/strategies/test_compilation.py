@@ -225,6 +225,7 @@ def test_inductor_trains_the_same(tmp_path):
     assert num_graphs() == 1
 
 
+@pytest.mark.slow
 def test_a_budget_makes_the_compiler_save_less(tmp_path):
     ids = torch.arange(64).view(2, 32)
     saved = {}
