@@ -1,55 +1,40 @@
 """The HTTP server of a running job: a thread of its own that only reads a board and fills an inbox.
 
-Owns: routes, answers, the thread and its end. Does not own: checks of requests (security.py),
-sockets (listener.py), what commands do (callbacks). It touches nothing of the training itself, so
-that it can neither slow it down nor break it.
+Owns: the routes of a job and their answers. Does not own: the thread and the check of requests
+(guarded.py, security.py), sockets (listener.py), what commands do (callbacks). It touches nothing
+of the training itself, so that it can neither slow it down nor break it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import ssl
-import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from headway.control import prometheus
 from headway.control.discovery import list_jobs
+from headway.control.guarded import GuardedServer, answer_json, read_json
 from headway.control.inbox import Inbox
-from headway.control.listener import (
-    PATIENCE_S,
-    Bucket,
-    Connections,
-    Listener,
-    bind_tcp,
-    bind_unix,
-)
+from headway.control.listener import PATIENCE_S
 from headway.control.openapi import describe
-from headway.control.schema import MOST_BODY_BYTES, BadRequest, parse_command, parse_json
-from headway.control.security import ANSWER_HEADERS, Guard, is_loopback, prove
+from headway.control.schema import BadRequest, parse_command
+from headway.control.security import ANSWER_HEADERS, prove
 from headway.control.status import StatusBoard
-from headway.errors import ConfigError, missing_extra
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-logger = logging.getLogger(__name__)
-
-REQUESTS_PER_S = 100.0
-REQUEST_BURST = 200
 _MOST_STREAMS = 16
 _STREAM_LOOK_S = 0.2
 _STREAM_KEEP_ALIVE_S = 15.0
-_MOST_HEADER_BYTES = 8190
-_START_LIMIT_S = 10.0
 
 
-class ControlServer:
+class ControlServer(GuardedServer):
     """Serves one job. `start` returns when it listens; `stop` when its thread has ended."""
+
+    thread_name = "headway-control"
 
     def __init__(
         self,
@@ -66,149 +51,22 @@ class ControlServer:
         tls: ssl.SSLContext | None = None,
         add_routes: Callable[[ControlServer], None] | None = None,
     ) -> None:
-        if not tokens and unix_socket is None and not is_loopback(host):
-            raise ConfigError(
-                f"host={host!r} can be reached from other machines: that needs a token; leave "
-                "disable_auth at False, or listen on 127.0.0.1"
-            )
+        super().__init__(
+            tokens=tokens,
+            host=host,
+            port=port,
+            unix_socket=unix_socket,
+            extra_hosts=extra_hosts,
+            tls=tls,
+        )
         self.board, self.inbox = board, inbox
-        self.host, self.unix_socket = host, unix_socket
-        self.port: int | None = None
-        """The port in use, once the server has started; None with a Unix socket."""
-        self._nonce, self._tokens, self._version = nonce, dict(tokens), version
-        self._wanted_port, self._tls, self._extra_hosts = port, tls, extra_hosts
-        self._add_routes = add_routes
-        self._routes: list[tuple[str, str, Handler, str]] = []
-        self._roles: dict[web.AbstractRoute, str] = {}
+        self._nonce, self._version = nonce, version
+        self._more_routes = add_routes
         self._num_streams = 0
-        self._bucket = Bucket(REQUESTS_PER_S, REQUEST_BURST)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._over: asyncio.Event | None = None
-        self._thread: threading.Thread | None = None
-
-    def add_route(self, method: str, path: str, handler: Handler, role: str) -> None:
-        """One more route and the role it asks for; before `start`."""
-        self._routes.append((method, path, handler, role))
-
-    # -- life ---------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Listen, and answer in a thread of its own."""
-        try:
-            import aiohttp.web  # noqa: F401
-        except ImportError:
-            raise missing_extra("aiohttp", "control", "Control over HTTP") from None
-        if self.unix_socket is not None:
-            listening = bind_unix(self.unix_socket)
-        else:
-            listening = bind_tcp(self.host, self._wanted_port)
-            self.port = listening.getsockname()[1]
-        self._own_routes()
-        if self._add_routes is not None:
-            self._add_routes(self)
-        ready = threading.Event()
-        failed: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                asyncio.run(self._serve(Listener(listening, self._tls), ready))
-            except BaseException as error:
-                failed.append(error)
-                listening.close()
-                ready.set()
-
-        self._thread = threading.Thread(target=run, name="headway-control", daemon=True)
-        self._thread.start()
-        if not ready.wait(_START_LIMIT_S):
-            raise RuntimeError(f"the control server did not start within {_START_LIMIT_S:g} s")
-        if failed:
-            raise failed[0]
-
-    def stop(self, timeout_s: float = 5.0) -> bool:
-        """End the streams, answer what is under way, and stop; returns whether it has stopped."""
-        if self._thread is None:
-            return True
-        self.board.close()
-        loop, over = self._loop, self._over
-        if loop is not None and over is not None and not loop.is_closed():
-            try:
-                loop.call_soon_threadsafe(over.set)
-            except RuntimeError:
-                pass  # it has ended by itself meanwhile
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    async def _serve(self, listener: Listener, ready: threading.Event) -> None:
-        from aiohttp import web
-
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        app = web.Application(
-            client_max_size=MOST_BODY_BYTES, middlewares=[self._make_check(listener.connections)]
-        )
-        for method, path, handler, role in self._routes:
-            self._roles[app.router.add_route(method, path, handler)] = role
-        runner = web.AppRunner(
-            app,
-            access_log=None,
-            logger=_quiet_logger(),
-            keepalive_timeout=PATIENCE_S,
-            max_line_size=_MOST_HEADER_BYTES,
-            max_field_size=_MOST_HEADER_BYTES,
-            lingering_time=0.0,
-            auto_decompress=False,
-            shutdown_timeout=2.0,
-        )
-        await runner.setup()
-        try:
-            assert runner.server is not None
-            listener.start(runner.server)
-            ready.set()
-            await self._over.wait()
-        finally:
-            await listener.stop()
-            listener.connections.close()
-            await runner.cleanup()
-
-    def _make_check(self, connections: Connections) -> Any:
-        """What every request passes first, also one for a route that is not there."""
-        from aiohttp import web
-
-        guard = Guard(
-            self._tokens,
-            self.port,
-            self._extra_hosts,
-            loopback=self.unix_socket is not None or is_loopback(self.host),
-        )
-
-        @web.middleware
-        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-            connections.begin(request.transport)
-            try:
-                await asyncio.sleep(self._bucket.take())
-                hosts = request.headers.getall("Host", [])
-                needs = self._roles.get(request.match_info.route, "read")
-                guard.check(request.method, request.headers, needs, hosts)
-                answer = await handler(request)
-            except BadRequest as error:
-                answer = _refuse(error)
-            except web.HTTPException as error:
-                answer = _refuse(BadRequest(error.status, error.reason))
-            except (asyncio.CancelledError, ConnectionError):
-                raise
-            except Exception:
-                logger.exception("the control server failed to answer %s", request.path[:200])
-                answer = _refuse(BadRequest(500, "the server failed; its log says how"))
-            finally:
-                connections.end(request.transport)
-            if not answer.prepared:
-                answer.headers.update(ANSWER_HEADERS)
-            return answer
-
-        return check
 
     # -- routes -------------------------------------------------------------------------------
 
-    def _own_routes(self) -> None:
+    def _add_own_routes(self) -> None:
         job = f"/jobs/{self.board.job_id}"
         self.add_route("GET", "/healthz", self._answer_health, "public")
         self.add_route("GET", "/metrics", self._answer_metrics, "read")
@@ -218,6 +76,11 @@ class ControlServer:
         self.add_route("GET", f"{job}/events", self._stream_events, "read")
         self.add_route("GET", job + "/commands/{command_id}", self._answer_receipt, "read")
         self.add_route("POST", f"{job}/control", self._take_command, "control")
+        if self._more_routes is not None:
+            self._more_routes(self)
+
+    def _before_stop(self) -> None:
+        self.board.close()  # ends the streams
 
     async def _answer_health(self, request: web.Request) -> web.StreamResponse:
         """That it is up; and, to a challenge, that it is the job that wrote the endpoint file."""
@@ -256,21 +119,7 @@ class ControlServer:
         return answer_json(receipt.to_dict())
 
     async def _take_command(self, request: web.Request) -> web.StreamResponse:
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                body = await request.read()
-        except TimeoutError:
-            raise BadRequest(408, "the body did not come in time") from None
-        command = parse_command(parse_json(body))
-        receipt = self.inbox.submit(command)
-        return answer_json(
-            {
-                "status": "acknowledged",
-                "timestamp": receipt.accepted_at,
-                **receipt.to_dict(),
-                "message": receipt.message or "it takes effect at the end of the step under way",
-            }
-        )
+        return answer_json(take_command(self.inbox, await read_json(request)))
 
     async def _stream_events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events, from the one after `Last-Event-ID` or from now on."""
@@ -304,23 +153,15 @@ class ControlServer:
         return answer
 
 
-def answer_json(value: Any, status: int = 200) -> web.Response:
-    """An answer in JSON."""
-    from aiohttp import web
-
-    body = json.dumps(value, allow_nan=False).encode()
-    return web.Response(
-        body=body, status=status, headers={"Content-Type": "application/json; charset=utf-8"}
-    )
-
-
-def _refuse(error: BadRequest) -> web.Response:
-    answer = answer_json(error.to_dict(), error.status)
-    if error.status == 401:
-        answer.headers["WWW-Authenticate"] = 'Bearer realm="headway"'
-    # Whatever of the request was not read must not be taken for the next one.
-    answer.force_close()
-    return answer
+def take_command(inbox: Inbox, said: Any) -> dict[str, Any]:
+    """Hand what a request asks for to the run; the answer to the request."""
+    receipt = inbox.submit(parse_command(said))
+    return {
+        "status": "acknowledged",
+        "timestamp": receipt.accepted_at,
+        **receipt.to_dict(),
+        "message": receipt.message or "it takes effect at the end of the step under way",
+    }
 
 
 async def _send_event(answer: web.StreamResponse, number: int | None, event: Any) -> None:
@@ -333,11 +174,3 @@ async def _write(answer: web.StreamResponse, data: bytes) -> None:
     """A reader that does not read is let go."""
     async with asyncio.timeout(PATIENCE_S):
         await answer.write(data)
-
-
-def _quiet_logger() -> logging.Logger:
-    """What clients get wrong is not the run's business."""
-    quiet = logging.getLogger(f"{__name__}.requests")
-    quiet.propagate = False
-    quiet.addHandler(logging.NullHandler())
-    return quiet
