@@ -196,6 +196,8 @@ class GuardedServer:
                 hosts = request.headers.getall("Host", [])
                 needs = self._roles.get(request.match_info.route, "read")
                 guard.check(request.method, request.headers, needs, hosts)
+                if needs != "public":
+                    connections.welcome()
                 answer = await handler(request)
             except BadRequest as error:
                 answer = _refuse(error)

@@ -20,15 +20,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from headway.control.gate import Gate
 from headway.errors import ConfigError
 
 MOST_CONNECTIONS = 128
-ACCEPTS_PER_S = 50.0
-ACCEPT_BURST = 100
+ACCEPTS_PER_S = 25.0
+"""Of connections that come to nothing; a request that passes the guard does not count."""
+ACCEPT_BURST = 1200
 PATIENCE_S = 10.0
-"""For a connection to bring a whole request, and between requests."""
+"""For a connection to bring a whole request."""
 _BACKLOG = 64
 _SWEEP_S = 1.0
+_ROOM_S = 0.05
+_MOST_ARRIVING = 64
 
 
 class Bucket:
@@ -45,11 +49,16 @@ class Bucket:
         self._at = now
         return max(0.0, -self._level / self._per_s)
 
+    def give_back(self) -> None:
+        """One was taken for nothing."""
+        self._level += 1
+
 
 class Connections:
     """The connections of one server: how old they are, and which of them are at work."""
 
     def __init__(self) -> None:
+        self.accepts = Bucket(ACCEPTS_PER_S, ACCEPT_BURST)
         self._idle_since: dict[asyncio.BaseTransport, float] = {}
         self._busy: set[asyncio.BaseTransport] = set()
 
@@ -61,14 +70,24 @@ class Connections:
 
     def begin(self, transport: asyncio.BaseTransport | None) -> None:
         """A whole request has come on it."""
-        if transport is not None:
+        if transport is not None and transport in self._idle_since:
             self._busy.add(transport)
+
+    def welcome(self) -> None:
+        """A request was allowed: its connection is none of those that are kept few."""
+        self.accepts.give_back()
 
     def end(self, transport: asyncio.BaseTransport | None) -> None:
         """The request was answered."""
         if transport is not None and transport in self._busy:
             self._busy.discard(transport)
             self._idle_since[transport] = time.monotonic()
+
+    def make_room(self, most: int) -> bool:
+        """Have fewer than `most`, if closing those that have brought nothing yet can do that."""
+        if len(self._idle_since) >= most:
+            self.sweep(PATIENCE_S, most - 1)
+        return len(self._idle_since) < most
 
     def sweep(self, patience_s: float, most: int) -> None:
         """Forget what is closed, close what has come to nothing; the oldest if there are many."""
@@ -99,6 +118,8 @@ class Listener:
         self.connections = Connections()
         self._socket, self._tls = listening, tls
         self._tasks: list[asyncio.Task[None]] = []
+        self._arriving: dict[asyncio.Task[None], None] = {}
+        """Connections that are not there yet: with TLS, their handshake is under way."""
 
     def start(self, make_protocol: Callable[[], Any]) -> None:
         self._socket.setblocking(False)
@@ -108,7 +129,7 @@ class Listener:
         ]
 
     async def _accept(self, make_protocol: Callable[[], Any]) -> None:
-        loop, bucket = asyncio.get_running_loop(), Bucket(ACCEPTS_PER_S, ACCEPT_BURST)
+        loop = asyncio.get_running_loop()
         while True:
             try:
                 accepted, _ = await loop.sock_accept(self._socket)
@@ -116,22 +137,31 @@ class Listener:
                 # No descriptors left, or the peer was gone already: neither ends the server.
                 await asyncio.sleep(_SWEEP_S)
                 continue
-            self.connections.sweep(PATIENCE_S, MOST_CONNECTIONS - 1)
-            self._tasks = [task for task in self._tasks if not task.done()]
-            self._tasks.append(asyncio.create_task(self._serve(make_protocol, accepted)))
-            await asyncio.sleep(bucket.take())
+            try:
+                while not self.connections.make_room(MOST_CONNECTIONS - len(self._arriving)):
+                    await asyncio.sleep(_ROOM_S)
+            except asyncio.CancelledError:
+                accepted.close()
+                raise
+            if len(self._arriving) >= _MOST_ARRIVING:
+                next(iter(self._arriving)).cancel()
+            task = asyncio.create_task(self._serve(make_protocol, accepted))
+            self._arriving[task] = None
+            task.add_done_callback(self._arriving.pop)
+            await asyncio.sleep(self.connections.accepts.take())
 
     async def _serve(self, make_protocol: Callable[[], Any], accepted: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(PATIENCE_S):
-                transport, _ = await loop.connect_accepted_socket(
-                    make_protocol, accepted, ssl=self._tls
+                await loop.connect_accepted_socket(
+                    lambda: Gate(make_protocol, self.connections), accepted, ssl=self._tls
                 )
         except (OSError, TimeoutError, ssl.SSLError):
             accepted.close()
-            return
-        self.connections.add(transport)
+        except asyncio.CancelledError:
+            accepted.close()
+            raise
 
     async def _sweep(self) -> None:
         while True:
@@ -140,9 +170,10 @@ class Listener:
 
     async def stop(self) -> None:
         """Take no more connections."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._arriving]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._socket.close()
 
 
