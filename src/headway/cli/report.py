@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from headway.cli.charts import Chart
     from headway.cli.run_folder import Run
 
-SAMPLES_NAME = "eval_text.jsonl"
 _LOSSES = ("loss", "eval_loss")
 _ALSO_SHOWN = ("learning_rate", "grad_norm", "tok_per_sec", "mfu", "weight_norm", "peak_mem")
 _MOST_SAMPLES, _MOST_INCIDENTS = 20, 200
@@ -156,6 +155,7 @@ def _checkpoints(read: Run) -> str:
 def _samples(read: Run) -> str:
     """What the model wrote in the course of the run, the latest first."""
     from headway.callbacks.log.json_reader import read_json_log
+    from headway.control.run_log import SAMPLES_NAME
 
     log = read.log_folder / SAMPLES_NAME
     if not log.is_file():

@@ -15,12 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from headway.callbacks.log.json_reader import read_json_log
+from headway.control.run_log import (
+    LOG_NAMES,
+    IncidentFinder,
+    Places,
+    incident_of_dump,
+    log_folders,
+    metrics_of,
+    number_of,
+    step_of,
+)
 from headway.errors import ConfigError, nearest, unknown
 
-LOG_NAMES = ("trainer_logs.jsonl", "trainer_logs.json")
 AXES = {"step": "steps", "tokens": "tokens", "time": "hours"}
-_STARTS = ("start", "resume")
-_NOT_METRICS = {"type", "timestamp", "global_step", "step", "max_steps"}
 
 
 @dataclass(frozen=True)
@@ -111,10 +118,8 @@ def open_runs(paths: list[str]) -> list[Run]:
 
 
 def _find_log(folder: Path) -> Path:
-    chosen = _read_object(folder / "run" / "config.json").get("args", {}).get("logging_dir")
-    # A relative folder is meant from where the run was started.
-    started_in = _read_object(folder / "run" / "environment.json").get("directory", ".")
-    for place in (folder, Path(started_in, chosen) if chosen else folder):
+    config = _read_object(folder / "run" / "config.json")
+    for place in log_folders(folder, config, _read_object(folder / "run" / "environment.json")):
         for name in LOG_NAMES:
             if (place / name).is_file():
                 return place / name
@@ -136,9 +141,8 @@ def metric_names(runs: list[Run]) -> list[str]:
     names: dict[str, None] = {}
     for run in runs:
         for record in run.records:
-            if record.get("type") not in (*_STARTS, "rollback", "summary"):
-                names |= dict.fromkeys(key for key, v in record.items() if _number(v) is not None)
-    return [name for name in names if name not in _NOT_METRICS]
+            names |= dict.fromkeys(metrics_of(record))
+    return list(names)
 
 
 def choose_metrics(runs: list[Run], wanted: list[str] | None) -> list[str]:
@@ -159,7 +163,7 @@ def read_series(run: Run, metric: str, by: str = "step") -> Series:
     """
     found = Series()
     for place, record in _places(run, by):
-        value = _number(record.get(metric))
+        value = number_of(record.get(metric))
         if value is not None and place is not None:
             found.xs.append(place)
             found.ys.append(value)
@@ -168,56 +172,19 @@ def read_series(run: Run, metric: str, by: str = "step") -> Series:
 
 def _places(run: Run, by: str) -> Iterator[tuple[float | None, dict[str, Any]]]:
     """Records of training and evaluation, each with its place on an axis."""
-    hours, before_s = 0.0, None
-    tokens: float | None = None
+    places = Places()
     for record in run.records:
-        now_s = _number(record.get("timestamp"))
-        kind = record.get("type")
-        if now_s is not None:
-            if before_s is not None and kind not in _STARTS:
-                hours += max(0.0, now_s - before_s) / 3600
-            before_s = now_s
-        if kind in (*_STARTS, "rollback", "summary"):
-            continue
-        tokens = _number(record.get("total_tokens", tokens))
-        yield {"step": float(record["global_step"]), "tokens": tokens, "time": hours}[by], record
-
-
-def _number(value: Any) -> float | None:
-    """A recorded value as a number: NaN is written as text, and lists hold a value per rank."""
-    if isinstance(value, list):
-        numbers = [n for n in map(_number, value) if n is not None]
-        return max(numbers, default=None)
-    if isinstance(value, str) and value.lower().lstrip("-") in ("nan", "inf"):
-        return float(value)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        if (place := places.find(record)) is not None:
+            on_axes = {"step": place.step, "tokens": place.tokens, "time": place.seconds / 3600}
+            yield on_axes[by], record
 
 
 def find_incidents(run: Run) -> list[tuple[int, str]]:
     """What did not go as planned, as (step, what): restarts, rollbacks, values that are not
     finite, dumps of a crash."""
-    found: list[tuple[int, str]] = []
-    before_s: float | None = None
-    for record in run.records:
-        step, kind = int(record["global_step"]), record.get("type")
-        now_s = _number(record.get("timestamp"))
-        if kind == "resume":
-            away = (
-                f", {now_s - before_s:,.0f} s after the last record" if now_s and before_s else ""
-            )
-            found.append((step, f"resumed from {record.get('loaded_checkpoint', '?')}{away}"))
-        elif kind == "rollback":
-            found.append((step, f"rolled back to {record.get('loaded_checkpoint', '?')}"))
-        if record.get("skipped_steps"):
-            found.append((step, f"{record['skipped_steps']} steps withheld, not finite"))
-        strange = [k for k, v in record.items() if not math.isfinite(_number(v) or 0.0)]
-        if strange:
-            found.append((step, f"not finite: {', '.join(strange)}"))
-        before_s = now_s or before_s
-    last_step = int(run.records[-1]["global_step"])
+    finder = IncidentFinder()
+    found = [incident for record in run.records for incident in finder.look(record)]
+    last_step = step_of(run.records[-1])
     for path in sorted(run.folder.glob("last_metrics-rank*.json")):
-        dump = _read_object(path)
-        error = f": {dump['error']}" if dump.get("error") else ""
-        step = dump.get("global_step", last_step)
-        found.append((int(step), f"a process failed and left {path.name}{error}"))
-    return sorted(found, key=lambda incident: incident[0])
+        found.append(incident_of_dump(path.name, _read_object(path), last_step))
+    return sorted(((i.step, i.message) for i in found), key=lambda incident: incident[0])

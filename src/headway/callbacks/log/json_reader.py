@@ -1,16 +1,17 @@
 """Reads logs of JSON records: one object a line, or one array.
 
-Owns: finding the records in a file that a kill may have torn. Does not own: writing
-(json_lines.py), nor what the records mean.
+Owns: reading a whole file that a kill may have torn. Does not own: writing (json_lines.py), nor
+what the records mean (control/run_log.py).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from headway.control.run_log import find_records
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def read_json_log(path: str | Path) -> list[dict[str, Any]]:
         else:
             return [record for record in whole if isinstance(record, dict)]
     records, unread = [], 0
-    for record in _find_records(text):
+    for record in find_records(text):
         if record is None:
             unread += 1
         else:
@@ -39,26 +40,3 @@ def read_json_log(path: str | Path) -> list[dict[str, Any]]:
     if unread:
         logger.warning("%s: %d places cannot be read and are left out", path, unread)
     return records
-
-
-def _find_records(text: str) -> Iterator[dict[str, Any] | None]:
-    """Every object at the start of a line or after another; None for a place in between that
-    cannot be read."""
-    decoder = json.JSONDecoder()
-    position, end = 0, len(text)
-    while True:
-        while position < end and text[position] in " \t\r\n,[]\ufeff\0":
-            position += 1
-        if position >= end:
-            return
-        try:
-            record, position = decoder.raw_decode(text, position)
-        except ValueError:
-            following = text.find("\n", position)
-            if following < 0:
-                return
-            if text[following:].strip(" \t\r\n,[]\0"):
-                yield None
-            position = following
-            continue
-        yield record if isinstance(record, dict) else None
