@@ -1,6 +1,7 @@
 """What a rank leaves for `headway train --nproc`: its process number, and how it ended.
 
-Owns: the small files of the launcher's private folder. Does not own: the launcher (cli/launch.py).
+Owns: the small files of the launcher's private folder, also those that it leaves for the ranks.
+Does not own: the launcher (cli/launch.py).
 
 torchrun reports every failure as exit code 1, restarts what ends with any other code than 0, and
 does not say which process is which rank; the folder carries what it does not.
@@ -17,6 +18,7 @@ from pathlib import Path
 from headway.dist.processes import ProcessIdentity, identify
 
 FOLDER_VARIABLE = "HEADWAY_LAUNCH_DIR"
+COMMAND_NAME, DEATHS_NAME = "command.json", "deaths.json"
 _FINAL_CODES = (0, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
@@ -33,6 +35,23 @@ class RankEnd:
     """Whether it ended because another rank did."""
     is_answer: bool = False
     """Whether the code is what the rank's work came to, and no failure."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """A process of a rank that ended badly, as torchrun saw it."""
+
+    rank: int
+    pid: int
+    code: int
+    """The exit code; of one that a signal ended, the signal's number below zero."""
+
+    @property
+    def signal_name(self) -> str | None:
+        try:
+            return signal.Signals(-self.code).name if self.code < 0 else None
+        except ValueError:
+            return f"signal {-self.code}"
 
 
 def is_launched() -> bool:
@@ -97,6 +116,33 @@ def read_ends(folder: Path) -> list[RankEnd]:
             continue
     last = max((end.attempt for end in ends), default=0)
     return sorted((end for end in ends if end.attempt == last), key=lambda end: end.rank)
+
+
+def read_command() -> list[str] | None:
+    """The command line that the launcher was started with; None without one."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder:
+        return None
+    try:
+        found: list[str] = json.loads(Path(folder, COMMAND_NAME).read_text())
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def note_deaths(deaths: list[Death]) -> None:
+    """Say which processes ended badly, the first one first. Does nothing without a launcher."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder:
+        _write(Path(folder, DEATHS_NAME), json.dumps([asdict(death) for death in deaths]))
+
+
+def read_deaths(folder: Path) -> list[Death]:
+    """What `note_deaths` said."""
+    try:
+        return [Death(**said) for said in json.loads((folder / DEATHS_NAME).read_text())]
+    except (OSError, ValueError, TypeError):
+        return []
 
 
 def attempt() -> int:

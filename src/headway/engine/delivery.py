@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 
 from headway.args import TrainingArguments
 from headway.engine.events import EventBus
@@ -23,6 +24,8 @@ from headway.engine.metrics import GRAD_NORM, LOSS_SCALE, STEP_SKIPPED, TRAIN_LO
 from headway.engine.state import TrainerState
 
 logger = logging.getLogger(__name__)
+
+_NUM_RECENT = 20
 
 
 class NonFiniteError(RuntimeError):
@@ -38,6 +41,8 @@ class MetricDelivery:
         self._args, self._state, self._bus, self._flusher = args, state, bus, flusher
         self.interval = Interval(state)
         """What happened since the last log record."""
+        self.recent: deque[tuple[int, dict[str, float]]] = deque(maxlen=_NUM_RECENT)
+        """The newest steps that were handed out, for whoever asks after a failure."""
         self._losses_sum, self._num_steps = 0.0, 0
         self._flushed_step: int | None = None
 
@@ -78,6 +83,7 @@ class MetricDelivery:
 
     def _hand_out(self, steps: list[tuple[int, dict[str, float]]]) -> None:
         skipped = []
+        self.recent.extend(steps)
         for step, metrics in steps:
             if GRAD_NORM in metrics:  # a step of the loop, not only records of callbacks
                 if self.interval.add(metrics):

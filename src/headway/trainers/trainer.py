@@ -31,6 +31,7 @@ from headway.engine.bookkeeping import Bookkeeping
 from headway.engine.cached_memory import CachedMemory
 from headway.engine.cancel import CancelRequests
 from headway.engine.events import EventBus, TrainerCallback
+from headway.engine.examination import Examination
 from headway.engine.loop import TrainingLoop
 from headway.engine.metrics import MetricBuffer
 from headway.engine.parts import LoopParts
@@ -309,8 +310,9 @@ class Trainer(Registration, Recording, RunRequests, Checkpointing, Evaluation, L
         if resume_from_checkpoint is not None:
             resume = resume_from_checkpoint
         self.bus.restart()
+        examination = self._examination = Examination(self.args, self.state, self._run_config)
         try:
-            with guard_run(), SignalRequests() as signals, torch_settings(self.args):
+            with examination, guard_run(), SignalRequests() as signals, torch_settings(self.args):
                 return self._train(resume, signals)
         except BaseException as error:
             self.state.outcome = outcome_of(error)
@@ -358,6 +360,7 @@ class Trainer(Registration, Recording, RunRequests, Checkpointing, Evaluation, L
             saver.write_held()
             if self.env.rank == 0:
                 write_snapshot(self.args.output_dir, snapshot)
+            self._examination.begin(loop.delivery.recent)
 
         parts = self._parts(plan, loader, saver, take_over_folder)
         loop = self._loop = TrainingLoop(parts, signals)
