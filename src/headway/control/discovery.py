@@ -5,17 +5,20 @@ that an address leads to, nor talking to it (client.py).
 
 A job that was killed leaves its files: they are told from those of a running one by the process
 id together with the time at which that process began, and the nonce that only the job's own server
-can repeat.
+can repeat. Folders and files count only if they are this user's and nobody else can write to them,
+and they are reached without following links.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import secrets
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -62,7 +65,8 @@ class Job:
     def token(self, role: str = "control") -> str | None:
         """The token of a role; None where there is none, or it is not ours to read."""
         try:
-            return _read_private(self.folder / TOKEN_NAMES[role]).decode("ascii").strip()
+            with _opened(self.folder) as folder:
+                return _read_private(folder, TOKEN_NAMES[role]).decode("ascii").strip()
         except (OSError, UnicodeDecodeError):
             return None
 
@@ -75,7 +79,9 @@ def jobs_folder(environment: Mapping[str, str] = os.environ) -> Path:
         return Path(runtime) / "headway" / "jobs"
     state = environment.get("XDG_STATE_HOME")
     base = Path(state) if state else Path.home() / ".local" / "state"
-    return base / "headway" / "jobs"
+    # A home may be shared by machines, on each of which a process number means another process.
+    machine = re.sub(r"[^A-Za-z0-9.-]", "_", os.uname().nodename).lstrip(".") or "localhost"
+    return base / "headway" / "jobs" / machine
 
 
 def check_job_id(job_id: object) -> str:
@@ -104,10 +110,13 @@ class Registration:
         self.folder = self._root / job_id
 
     def write_tokens(self, tokens: Mapping[str, str]) -> None:
-        """Before the server listens: nobody finds it without."""
-        self._take_folder()
-        for role, token in tokens.items():
-            _write_private(self.folder / TOKEN_NAMES[role], token.encode())
+        """Before the server listens: nobody finds it without. Those of an earlier run go."""
+        with self._taken() as folder:
+            for role, name in TOKEN_NAMES.items():
+                if role in tokens:
+                    _write_private(folder, name, tokens[role].encode())
+                else:
+                    _unlink(folder, name)
 
     def write_endpoint(
         self,
@@ -121,7 +130,6 @@ class Registration:
         version: str,
     ) -> Endpoint:
         """Once the server listens."""
-        self._take_folder()
         endpoint = Endpoint(
             job_id=self.job_id,
             nonce=self.nonce,
@@ -137,21 +145,27 @@ class Registration:
             version=version,
         )
         text = json.dumps(endpoint.to_dict(), indent=2).encode()
-        _write_private(self.folder / ENDPOINT_NAME, text)
+        with self._taken() as folder:
+            _write_private(folder, ENDPOINT_NAME, text)
         return endpoint
 
-    def _take_folder(self) -> None:
-        if self.folder.is_dir():
-            held = _read_job(self.folder)
-            mine = held is not None and held.endpoint.nonce == self.nonce
-            if held is not None and held.alive and not mine:
-                raise ConfigError(
-                    f"job_id={self.job_id!r} is taken by the running process "
-                    f"{held.endpoint.pid} (output_dir {held.endpoint.output_dir})"
-                )
-        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        _require_private(self.folder)
+    @contextlib.contextmanager
+    def _taken(self) -> Iterator[int]:
+        """This job's folder, made if it is not there; no other running job's."""
+        held = _read_job(self.folder)
+        if held is not None and held.alive and held.endpoint.nonce != self.nonce:
+            raise ConfigError(
+                f"job_id={self.job_id!r} is taken by the running process "
+                f"{held.endpoint.pid} (output_dir {held.endpoint.output_dir})"
+            )
+        _make_folders(self._root)
+        with _opened_or_refused(self._root, f"set {_FOLDER_VARIABLE} to another") as root:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.job_id, 0o700, dir_fd=root)
+            with contextlib.suppress(OSError):
+                _close_to_others(root, self.job_id)
+            with _opened_or_refused(self.folder, "remove it or set another job_id") as folder:
+                yield folder
 
     def remove(self) -> None:
         """The job is over; nothing of it is left."""
@@ -164,10 +178,11 @@ def list_jobs(folder: Path | None = None) -> list[Job]:
     """All jobs of this user that left a readable endpoint, the newest first."""
     root = jobs_folder() if folder is None else folder
     try:
-        inside = sorted(root.iterdir())
+        with _opened(root) as descriptor:
+            names = sorted(os.listdir(descriptor))
     except OSError:
         return []
-    found = (_read_job(path) for path in inside if JOB_ID.fullmatch(path.name))
+    found = (_read_job(root / name) for name in names if JOB_ID.fullmatch(name))
     return sorted((job for job in found if job), key=lambda job: -job.endpoint.started_at)
 
 
@@ -195,10 +210,14 @@ def find_job(prefix: str, folder: Path | None = None) -> Job:
 
 def clean_stale(folder: Path | None = None) -> list[str]:
     """Remove what jobs left that are gone; returns their ids."""
-    gone = [job for job in list_jobs(folder) if not job.alive]
-    for job in gone:
-        _remove_folder(job.folder)
-    return [job.endpoint.job_id for job in gone]
+    cleaned = []
+    for job in list_jobs(folder):
+        # Looked at again: another run of the job may have begun since the list was made.
+        now = None if job.alive else _read_job(job.folder)
+        if now is not None and not now.alive and now.endpoint.nonce == job.endpoint.nonce:
+            _remove_folder(job.folder)
+            cleaned.append(job.endpoint.job_id)
+    return cleaned
 
 
 def process_start(pid: int) -> float | None:
@@ -213,19 +232,16 @@ def process_start(pid: int) -> float | None:
 def _is_alive(endpoint: Endpoint) -> bool:
     try:
         os.kill(endpoint.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return endpoint.pid > 0  # it is there, and another user's
-    except OverflowError:
-        return False
+    except (OSError, OverflowError):
+        return False  # it is gone, or another user's, who has got its number since
     started = process_start(endpoint.pid)
     return started is None or started == endpoint.process_started_at
 
 
 def _read_job(folder: Path) -> Job | None:
     try:
-        said = json.loads(_read_private(folder / ENDPOINT_NAME))
+        with _opened(folder) as descriptor:
+            said = json.loads(_read_private(descriptor, ENDPOINT_NAME))
         endpoint = Endpoint(**{f.name: said[f.name] for f in fields(Endpoint)})
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -239,58 +255,105 @@ def _read_job(folder: Path) -> Job | None:
     return Job(endpoint, folder, _is_alive(endpoint)) if well_formed else None
 
 
-def _read_private(path: Path) -> bytes:
-    """A file of this user's own; no link is followed."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A folder that is this user's, and that nobody else can write to; no link is followed."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        _require_own(os.fstat(descriptor), path)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _opened_or_refused(path: Path, remedy: str) -> Iterator[int]:
+    """As `_opened`, for a user who has to mend it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = stack.enter_context(_opened(path))
+        except OSError as error:
+            raise ConfigError(
+                f"{path} must be a folder of this user, no link, to which nobody else can write "
+                f"({error.strerror or error}); {remedy}"
+            ) from None
+        yield descriptor
+
+
+def _require_own(facts: os.stat_result, name: object) -> None:
+    if facts.st_uid != os.getuid():
+        raise PermissionError(f"{name} is another user's")
+    if facts.st_mode & 0o022:
+        raise PermissionError(f"others can write to {name}: chmod go-w")
+
+
+def _make_folders(path: Path) -> None:
+    """Those that are missing, each for this user alone; `Path.mkdir` opens its parents to all."""
+    for folder in [*reversed(path.parents), path]:
+        if not folder.exists():
+            try:
+                folder.mkdir(mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"the folder {folder} for running jobs cannot be made ({error.strerror}); "
+                    f"set {_FOLDER_VARIABLE} to another"
+                ) from None
+
+
+def _close_to_others(root: int, name: str) -> None:
+    """A job's folder that was made by hand, say, is made private; another user's cannot be."""
+    folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root)
+    try:
+        if stat.S_IMODE(os.fstat(folder).st_mode) != 0o700:
+            os.fchmod(folder, 0o700)
+    finally:
+        os.close(folder)
+
+
+def _read_private(folder: int, name: str) -> bytes:
+    """A file of this user's own, to which nobody else can write; no link is followed."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(name, flags, dir_fd=folder)
     try:
         facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.getuid():
-            raise PermissionError(f"{path} is not a file of this user")
+        _require_own(facts, name)
+        if not stat.S_ISREG(facts.st_mode):
+            raise PermissionError(f"{name} is not a file")
         return os.read(descriptor, _MOST_FILE_BYTES)
     finally:
         os.close(descriptor)
 
 
-def _write_private(path: Path, content: bytes) -> None:
+def _write_private(folder: int, name: str, content: bytes) -> None:
     """Replace a file at once; at no time can another user read it."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    temporary = f".{name}.{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    descriptor = os.open(temporary, flags, 0o600, dir_fd=folder)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        _unlink(folder, temporary)
         raise
-    _sync_folder(path.parent)
+    os.fsync(folder)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _unlink(folder: int, name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)
 
 
-def _require_private(folder: Path) -> None:
-    facts = os.lstat(folder)
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
-        raise ConfigError(f"{folder} is not a folder of this user; remove it or set another job_id")
-    if stat.S_IMODE(facts.st_mode) & 0o077:
-        os.chmod(folder, 0o700)
-
-
-def _remove_folder(folder: Path) -> None:
+def _remove_folder(path: Path) -> None:
     """Files that a job writes, and the folder if nothing else is in it."""
-    for name in (ENDPOINT_NAME, *TOKEN_NAMES.values()):
-        (folder / name).unlink(missing_ok=True)
-    for leftover in folder.glob(".*"):
-        if leftover.is_file() and not leftover.is_symlink():
-            leftover.unlink(missing_ok=True)
-    try:
-        folder.rmdir()
-    except OSError:
-        pass  # something else lies in it, which is not ours to remove
+    with contextlib.suppress(OSError):  # what is not ours, or not empty, stays
+        with _opened(path) as folder:
+            for name in (ENDPOINT_NAME, *TOKEN_NAMES.values()):
+                _unlink(folder, name)
+            for name in os.listdir(folder):
+                facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if name.startswith(".") and stat.S_ISREG(facts.st_mode):
+                    _unlink(folder, name)
+        path.rmdir()

@@ -10,6 +10,7 @@ and nobody else on the machine or the network without a token.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import ipaddress
@@ -105,7 +106,7 @@ class Guard:
         if self.port is None or self.loopback:
             return False
         # No page of another site can have an address of numbers, or this machine's name.
-        return _is_address(name) or name in (socket.gethostname().lower(), socket.getfqdn().lower())
+        return _is_address(name) or name in _own_names()
 
     def _check_origin(self, headers: Mapping[str, str], host: str) -> None:
         origin = headers.get("Origin")
@@ -143,6 +144,12 @@ def _split_host(given: str) -> tuple[str, int | None]:
     if not port:
         return name, 80
     return name, int(port) if port.isascii() and port.isdigit() and len(port) < 6 else -1
+
+
+@functools.cache
+def _own_names() -> tuple[str, str]:
+    """Asked once: the answer may come from far away, and any stranger could have it asked."""
+    return socket.gethostname().lower(), socket.getfqdn().lower()
 
 
 def _is_address(name: str) -> bool:
