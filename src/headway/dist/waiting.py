@@ -70,6 +70,11 @@ class MainThread:
         if point != self._point:
             self._point, self._since = point, time.monotonic()
 
+    @property
+    def still_s(self) -> float:
+        """How long it has been seen at one and the same point."""
+        return time.monotonic() - self._since
+
     def stand(self, num_agreements: int, settled_s: float) -> Standing:
         """Where it is; what has not moved for less than `settled_s` does not count as waiting."""
         frame = _main_frame()

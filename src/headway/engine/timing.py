@@ -29,6 +29,8 @@ class LoopTiming:
         self.doing: str | None = None
         """What the loop does right now that is no step: `evaluate`, `save`, `rollback`, or `close`
         once there are no more steps."""
+        self.num_signs = 0
+        """Of `note_progress`, so far."""
         self._aside_s = 0.0
         self._aside_since_s: float | None = None
 
@@ -54,6 +56,10 @@ class LoopTiming:
         """What callbacks have said was not training, so far."""
         since_s = self._aside_since_s
         return self._aside_s + (0.0 if since_s is None else clock() - since_s)
+
+    def note_progress(self) -> None:
+        """In a handler that takes long, now and then: it gets on, whoever looks at it."""
+        self.num_signs += 1
 
     @contextmanager
     def aside(self) -> Iterator[None]:
