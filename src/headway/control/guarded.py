@@ -78,6 +78,11 @@ class GuardedServer:
         """One more route and the role it asks for; before `start`."""
         self._routes.append((method, path, handler, role))
 
+    @property
+    def routes(self) -> tuple[tuple[str, str, Handler, str], ...]:
+        """(method, path, handler, role) of every route; all of them once it has started."""
+        return tuple(self._routes)
+
     def add_ending(self, end: Callable[[], Awaitable[None]]) -> None:
         """Something to be done in the server's thread when it has answered its last request."""
         self._endings.append(end)
