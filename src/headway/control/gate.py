@@ -80,6 +80,8 @@ def _check_request_line(line: bytes) -> re.Match[bytes]:
     found = _REQUEST_LINE.fullmatch(line)
     if found is None:
         raise BadRequest(400, "a request begins with METHOD /path HTTP/1.1")
+    if found[1] not in (b"GET", b"POST"):
+        raise BadRequest(405, f"the method {found[1].decode()!r} is not used here")
     return found
 
 
