@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long test-faults lint unit bench clean
+.PHONY: demo test test-long test-faults lint unit browser bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/headway demo
@@ -17,11 +17,17 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-unit: $(INSTALLED)
+unit: $(INSTALLED) browser
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not slow' tests
 
+# For the tests of the dashboard. Where it cannot be installed they are skipped and say why; with
+# HEADWAY_NEEDS_BROWSER set, as in CI, they fail.
+browser:
+	@command -v chromium >/dev/null || ./.ci/install-chromium || \
+		echo 'no chromium: the tests of the dashboard in a browser cannot run'
+
 # The tests that take longest, beside those of `make test`.
-test-long: $(INSTALLED)
+test-long: $(INSTALLED) browser
 	$(BIN)/python -m pytest -m slow tests
 
 # The proofs in full size, about an hour; the results add to benchmarks/results/faults-<date>.md.

@@ -7,6 +7,7 @@ import { Commands } from "./commands.js";
 import { announce, byId, setAttr, setText, show } from "./dom.js";
 import { clock } from "./format.js";
 import * as panels from "./panels.js";
+import { showPostMortem } from "./post_mortem.js";
 import { COLOURS, RunList, isLive, showOverview } from "./runs.js";
 import { startTabs } from "./tabs.js";
 import { startTheme } from "./theme.js";
@@ -126,7 +127,7 @@ async function fetchTab() {
   else if (page.tab === "checkpoints") await panels.showCheckpoints(run, page.session);
   else if (page.tab === "samples") await panels.showSamples(run);
   else if (page.tab === "incidents") await panels.showIncidents(run);
-  else if (page.tab === "post_mortem") await panels.showPostMortem(run);
+  else if (page.tab === "post_mortem") await showPostMortem(run);
 }
 
 async function lookOnce() {

@@ -1,7 +1,7 @@
-// What the tabs beside the charts show: configuration, checkpoints, samples, incidents,
-// post-mortem. Each is fetched when its tab is open and drawn again only when it changed.
+// What the tabs beside the charts show: configuration, checkpoints, samples, incidents. Each is
+// fetched when its tab is open and drawn again only when it changed.
 
-import { Refused, get, post, runPath } from "./api.js";
+import { get, post, runPath } from "./api.js";
 import { byId, el, fill, table } from "./dom.js";
 import * as format from "./format.js";
 
@@ -161,61 +161,4 @@ export async function showIncidents(run) {
       ),
     ];
   });
-}
-
-// -- post-mortem ---------------------------------------------------------------------------------
-
-const FIRST = ["culprit_rank", "error", "resume_command", "last_checkpoint", "traceback", "last_steps", "memory"];
-
-export async function showPostMortem(run) {
-  let found = null;
-  if (run.post_mortem ?? run.state === "failed") {
-    try {
-      found = await get(runPath(run.id, "post_mortem"));
-    } catch (error) {
-      if (!(error instanceof Refused && error.status === 404)) throw error;
-    }
-  }
-  fill(byId("panel-post_mortem"), [run.id, found], () => {
-    if (found === null) return [empty("There is no post-mortem: this run has not failed.")];
-    const keys = [...FIRST.filter((key) => key in found), ...Object.keys(found).filter((key) => !FIRST.includes(key))];
-    return keys
-      .filter((key) => found[key] !== null && found[key] !== "")
-      .map((key) => el("section", { class: "card finding", "data-key": key }, el("h3", {}, key.replaceAll("_", " ")), finding(key, found[key])));
-  });
-}
-
-function finding(key, value) {
-  if (typeof value === "string") {
-    const text = el("pre", { tabindex: "0" }, value);
-    return key.endsWith("command") ? el("div", {}, text, copyButton(value)) : text;
-  }
-  if (Array.isArray(value) && value.length && value.every((row) => row && typeof row === "object" && !Array.isArray(row))) {
-    const columns = [...new Set(value.flatMap((row) => Object.keys(row)))];
-    const rows = value.map((row) => columns.map((column) => cellText(column, row[column])));
-    return table(key, columns.map((title) => ({ title, number: true })), rows);
-  }
-  if (value && typeof value === "object" && !Array.isArray(value)) {
-    const rows = Object.entries(value).map(([name, inner]) => [name, el("span", { class: "code" }, cellText(name, inner))]);
-    return table(key, [{ title: "What" }, { title: "Value" }], rows);
-  }
-  return el("p", {}, format.plain(value));
-}
-
-function cellText(key, value) {
-  if (typeof value === "number") return /time(stamp)?$|_at$/.test(key) && value > 1e8 ? format.dateTime(value) : format.number(value);
-  return format.plain(value);
-}
-
-function copyButton(text) {
-  const button = el("button", { type: "button" }, "Copy");
-  button.addEventListener("click", async () => {
-    try {
-      await navigator.clipboard.writeText(text);
-      button.textContent = "Copied";
-    } catch {
-      button.textContent = "Select it by hand";
-    }
-  });
-  return button;
 }
