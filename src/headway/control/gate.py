@@ -6,7 +6,8 @@ is malformed, and how much of a connection is read how often. Does not own: who 
 
 The library sees a request only when all of it is there and nobody could read it in two ways. So
 slow and broken senders cost a few bytes of memory each, nothing can hide behind a request, and
-none of this depends on the version of the library.
+none of this depends on the version of the library. The one exception are bodies that are larger
+than memory should hold: where a server allows them by path, they are handed on as they come.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any, Protocol, cast
 
@@ -47,8 +48,11 @@ class Roll(Protocol):
     def add(self, transport: asyncio.BaseTransport) -> None: ...
 
 
-def split_head(head: bytes) -> tuple[bytes, int]:
-    """The head of a request as the library gets it, and the length of the body that follows."""
+def split_head(head: bytes, larger: Mapping[str, int] | None = None) -> tuple[bytes, int]:
+    """The head of a request as the library gets it, and the length of the body that follows.
+
+    `larger` has the limits of paths that take more than `MOST_BODY_BYTES`.
+    """
     first, *lines = head.split(b"\r\n")
     found = _check_request_line(first)
     if len(lines) > MOST_HEADERS:
@@ -69,8 +73,10 @@ def split_head(head: bytes) -> tuple[bytes, int]:
     length = seen.get("content-length", b"0")
     if not _LENGTH.fullmatch(length):
         raise BadRequest(400, "Content-Length is not a number of bytes")
-    if int(length) > MOST_BODY_BYTES:
-        raise BadRequest(413, f"the body is larger than {MOST_BODY_BYTES} bytes")
+    path = found[2].partition(b"?")[0].decode()
+    most_bytes = (larger or {}).get(path, MOST_BODY_BYTES)
+    if int(length) > most_bytes:
+        raise BadRequest(413, f"the body is larger than {most_bytes} bytes")
     return b"\r\n".join([*kept, b"Connection: close", b"", b""]), int(length)
 
 
@@ -97,13 +103,20 @@ def _check_header(line: bytes) -> tuple[str, bytes]:
 class Gate(asyncio.Protocol):
     """One connection. The library's protocol is made once a request is whole."""
 
-    def __init__(self, make_protocol: Callable[[], Any], roll: Roll) -> None:
-        self._make_protocol, self._roll = make_protocol, roll
+    def __init__(
+        self,
+        make_protocol: Callable[[], Any],
+        roll: Roll,
+        larger: Mapping[str, int] | None = None,
+    ) -> None:
+        self._make_protocol, self._roll, self._larger = make_protocol, roll, larger
         self._transport: asyncio.Transport | None = None
         self._behind: Any = None
         self._received = bytearray()
         self._head: bytes | None = None
         self._length = 0
+        self._num_due = 0
+        """Bytes of a body that is handed on as it comes."""
         self._pause_s = _FIRST_PAUSE_S
         self._timer: asyncio.TimerHandle | None = None
         self._num_lingering_bytes: int | None = None
@@ -115,6 +128,8 @@ class Gate(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._num_lingering_bytes is not None:
             self._linger(len(data))
+        elif self._num_due:
+            self._pass_on(data)
         elif self._behind is not None:
             self._stop_reading()  # there is one request on a connection, and it was answered
         else:
@@ -130,7 +145,7 @@ class Gate(asyncio.Protocol):
         if self._head is None:
             end = self._find_end(searched)
             if end >= 0:
-                self._head, self._length = split_head(bytes(self._received[:end]))
+                self._head, self._length = split_head(bytes(self._received[:end]), self._larger)
                 del self._received[: end + 4]
         if self._head is None or len(self._received) < self._length:
             self._wait()
@@ -154,11 +169,20 @@ class Gate(asyncio.Protocol):
         assert self._head is not None and self._transport is not None
         request = self._head + bytes(self._received[: self._length])
         more = len(self._received) > self._length
+        self._num_due = max(0, self._length - len(self._received))
         self._received, self._head = bytearray(), b""
         self._behind = self._make_protocol()
         self._behind.connection_made(self._transport)
         self._behind.data_received(request)
         if more:
+            self._stop_reading()
+
+    def _pass_on(self, data: bytes) -> None:
+        """More of a large body; the library stops the reading when it has enough of it."""
+        part = data[: self._num_due]
+        self._num_due -= len(part)
+        self._behind.data_received(part)
+        if len(part) < len(data):
             self._stop_reading()
 
     def _wait(self) -> None:

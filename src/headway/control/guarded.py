@@ -44,6 +44,7 @@ class GuardedServer:
     has ended."""
 
     thread_name = "headway-http"
+    requests_per_s, request_burst = REQUESTS_PER_S, REQUEST_BURST
 
     def __init__(
         self,
@@ -67,16 +68,31 @@ class GuardedServer:
         self._wanted_port, self._tls, self._extra_hosts = port, tls, extra_hosts
         self._routes: list[tuple[str, str, Handler, str]] = []
         self._roles: dict[web.AbstractRoute, str] = {}
-        self._bucket = Bucket(REQUESTS_PER_S, REQUEST_BURST)
+        self._bucket = Bucket(self.requests_per_s, self.request_burst)
+        self._larger_bodies: dict[str, int] = {}
         self._endings: list[Callable[[], Awaitable[None]]] = []
         self._guard: Guard | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
 
-    def add_route(self, method: str, path: str, handler: Handler, role: str) -> None:
-        """One more route and the role it asks for; before `start`."""
+    def add_route(
+        self,
+        method: str,
+        path: str,
+        handler: Handler,
+        role: str,
+        *,
+        most_body_bytes: int | None = None,
+    ) -> None:
+        """One more route and the role it asks for; before `start`.
+
+        `most_body_bytes` allows a body of more than the usual 64 KiB, which the handler gets as it
+        comes; the path is then a plain one.
+        """
         self._routes.append((method, path, handler, role))
+        if most_body_bytes is not None:
+            self._larger_bodies[path] = most_body_bytes
 
     @property
     def routes(self) -> tuple[tuple[str, str, Handler, str], ...]:
@@ -116,7 +132,8 @@ class GuardedServer:
 
         def run() -> None:
             try:
-                asyncio.run(self._serve(Listener(listening, self._tls), ready))
+                listener = Listener(listening, self._tls, self._larger_bodies)
+                asyncio.run(self._serve(listener, ready))
             except BaseException as error:
                 failed.append(error)
                 listening.close()
@@ -145,6 +162,15 @@ class GuardedServer:
 
     def _add_own_routes(self) -> None:
         """The routes that a kind of server always has."""
+
+    def _make_guard(self) -> Guard:
+        """The rules that every request passes; the port is known by now."""
+        return Guard(
+            self._tokens,
+            self.port,
+            self._extra_hosts,
+            loopback=self.unix_socket is not None or is_loopback(self.host),
+        )
 
     def _before_stop(self) -> None:
         """What must be told before the server can end."""
@@ -186,12 +212,7 @@ class GuardedServer:
         """What every request passes first, also one for a route that is not there."""
         from aiohttp import web
 
-        guard = self._guard = Guard(
-            self._tokens,
-            self.port,
-            self._extra_hosts,
-            loopback=self.unix_socket is not None or is_loopback(self.host),
-        )
+        guard = self._guard = self._make_guard()
 
         @web.middleware
         async def check(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -16,7 +16,7 @@ import socket
 import ssl
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +114,14 @@ class Connections:
 class Listener:
     """Accepts connections for a protocol, at its own pace."""
 
-    def __init__(self, listening: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        listening: socket.socket,
+        tls: ssl.SSLContext | None = None,
+        larger_bodies: Mapping[str, int] | None = None,
+    ) -> None:
         self.connections = Connections()
-        self._socket, self._tls = listening, tls
+        self._socket, self._tls, self._larger = listening, tls, larger_bodies
         self._tasks: list[asyncio.Task[None]] = []
         self._arriving: dict[asyncio.Task[None], None] = {}
         """Connections that are not there yet: with TLS, their handshake is under way."""
@@ -155,7 +160,9 @@ class Listener:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await loop.connect_accepted_socket(
-                    lambda: Gate(make_protocol, self.connections), accepted, ssl=self._tls
+                    lambda: Gate(make_protocol, self.connections, self._larger),
+                    accepted,
+                    ssl=self._tls,
                 )
         except (OSError, TimeoutError, ssl.SSLError):
             accepted.close()

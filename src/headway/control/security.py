@@ -80,6 +80,8 @@ class Guard:
     extra_hosts: frozenset[str] = frozenset()
     """Names, beyond this machine's own, under which the server is reached (by way of a proxy)."""
     loopback: bool = True
+    content_types: tuple[str, ...] = ("application/json",)
+    """What a body may be sent as; none of those that a form of another site's page can send."""
 
     def check(self, method: str, headers: Mapping[str, str], needs: str, hosts: list[str]) -> None:
         """Pass a request or raise `BadRequest`. `hosts` is every Host header there is."""
@@ -92,8 +94,9 @@ class Guard:
             self._check_token(headers.get("Authorization"), needs)
         if method == "POST":
             kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":
-                raise BadRequest(415, "the body must be sent as application/json")
+            if kind not in self.content_types:
+                allowed = " or ".join(self.content_types)
+                raise BadRequest(415, f"the body must be sent as {allowed}")
         if headers.get("Content-Encoding"):
             raise BadRequest(415, "bodies are taken as they are, without Content-Encoding")
 
