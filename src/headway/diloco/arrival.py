@@ -1,0 +1,129 @@
+"""A group of ranks comes to a server: registered, agreed on, with parameters on both sides.
+
+Owns: what happens between a worker's start and its first step, and that all ranks learn of a
+mistake together. Does not own: the session (session.py), what is kept of a checkpoint (worker.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headway.diloco.backoff import Backoff
+from headway.diloco.compression import encode
+from headway.diloco.faults import DiLoCoError, Refused
+from headway.diloco.flight import Flight, Outcome
+from headway.diloco.parameters import ParameterView
+from headway.diloco.session import Session
+from headway.diloco.wire import compose
+from headway.dist.agreement import CommonMistake
+
+
+@dataclass
+class Arrival:
+    """What a group knows once it is registered."""
+
+    mode: str
+    rounds: list[str]
+    """The current round of each fragment."""
+
+
+class Arriving:
+    """The steps of an arrival; every method is collective."""
+
+    def __init__(self, view: ParameterView, session: Session, timeout_s: float) -> None:
+        self._view, self._session, self._timeout_s = view, session, timeout_s
+
+    def register(
+        self, earlier: str | None, attempts: int, fragments: Sequence[Sequence[str]]
+    ) -> Arrival:
+        """Take part; `ConfigError` on all ranks where that cannot be."""
+        facts = self._on_leader(lambda: self._register(earlier, attempts, fragments))
+        if not facts["has_parameters"]:
+            first = self._view.read_on_leader()
+            self._on_leader(lambda: self._upload(first))
+        return Arrival(facts["mode"], facts["rounds"])
+
+    def fetch(self, fragment: int, names: Sequence[str], max_retries: int) -> Outcome:
+        """The server's parameters of a fragment, on the leader; the rest on all ranks."""
+        outcome = Outcome("unsettled")
+
+        def fly() -> dict[str, Any]:
+            nonlocal outcome
+            flight = Flight(
+                self._session,
+                None,
+                fragment=fragment,
+                round_id="",
+                shapes=self._view.specification.select(names),
+                local_steps=0,
+                max_retries=max_retries,
+                timeout_s=self._timeout_s,
+            )
+            flight.begin(beside=False)
+            outcome = flight.finish()
+            if outcome.kind != "reset":
+                raise DiLoCoError(outcome.reason)
+            return {"round": outcome.round_id}
+
+        told = self._on_leader(fly)
+        outcome.round_id = told["round"]
+        return outcome
+
+    def _on_leader(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `act` gives on the leader, on every rank; a mistake that it meets, as well."""
+        told: dict[str, Any] = {}
+        if self._view.leads:
+            try:
+                told = act()
+            except DiLoCoError as error:
+                told = {"mistake": f"DiLoCo: {error}"}
+        told = self._view.ranks.share(told)
+        if "mistake" in told:
+            raise CommonMistake(told["mistake"])
+        return told
+
+    # -- the leader's part ------------------------------------------------------------------
+
+    def _register(
+        self, earlier: str | None, attempts: int, fragments: Sequence[Sequence[str]]
+    ) -> dict[str, Any]:
+        session = self._session
+        session.register(earlier, attempts=attempts)
+        server = session.server
+        theirs = server.get("num_fragments", len(fragments))
+        if theirs != len(fragments) or len(session.rounds) != len(fragments):
+            raise DiLoCoError(
+                f"num_fragments: {len(fragments)} given, but {session.client.address} cuts the "
+                f"model into {theirs}; both must be the same"
+            )
+        cut = server.get("fragments")
+        if cut is not None and [list(names) for names in fragments] != cut:
+            raise DiLoCoError(
+                f"{session.client.address} cuts the model into other fragments than this version "
+                "of headway; use one version everywhere"
+            )
+        return {
+            "mode": str(server.get("mode", "sync")),
+            "rounds": list(session.rounds),
+            "has_parameters": bool(server.get("has_parameters", True)),
+        }
+
+    def _upload(self, first: dict[str, Any]) -> dict[str, Any]:
+        """The first worker gives the server its parameters; the others wait for that."""
+        session = self._session
+        message = compose({"payload": "parameters"}, encode(first, "float32").payloads)
+        backoff = Backoff(min(0.2, session.first_pause_s), 5.0, stop=session.stopping)
+        deadline_s = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                session.client.upload(message, worker=session.worker_id, session=session.session)
+                return {}
+            except Refused as error:
+                reason = error.answer.get("reason")
+                if reason == "not_first" and session.register()["server"].get("has_parameters"):
+                    return {}
+                if reason != "not_first" or time.monotonic() > deadline_s or not backoff.wait():
+                    raise

@@ -1,0 +1,187 @@
+"""A worker's standing with its server: registration, signs of life, coming back after an outage.
+
+Owns: the session that the server issued, the ids of the current rounds, the heartbeat thread, the
+file that lets a restarted process take its id back. Does not own: parameters (worker.py), one
+submission (flight.py). Only the leading rank of a group has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headway.diloco.backoff import FIRST_S, Backoff
+from headway.diloco.client import DiLoCoClient, as_registration_fault
+from headway.diloco.faults import MISTAKES, DiLoCoError, Refused, UnknownSession, Unreachable
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """The leading rank's side of one registration after the other, under one worker id."""
+
+    def __init__(
+        self,
+        client: DiLoCoClient,
+        worker_id: str,
+        facts: Mapping[str, Any],
+        *,
+        heartbeat_s: float,
+        first_pause_s: float = FIRST_S,
+        file: Path | None = None,
+    ) -> None:
+        """`facts` go with every registration: the model, sync_every and so on."""
+        self.client, self.worker_id = client, worker_id
+        self.session: str | None = None
+        self.rounds: list[str] = []
+        """The current round of each fragment, as far as this worker knows."""
+        self.server: dict[str, Any] = {}
+        self._num_returns = 0
+        self.recommended: int | None = None
+        """What the server would have as `sync_every` (DyLU)."""
+        self.step, self.steps_per_second = 0, 0.0
+        """Told with every heartbeat."""
+        self.stopping = threading.Event()
+        self.first_pause_s = first_pause_s
+        self._facts, self._file = dict(facts), file
+        self._heartbeat_s = heartbeat_s
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._lost = False
+
+    # -- registration -----------------------------------------------------------------------
+
+    def register(self, earlier: str | None = None, *, attempts: int = 1) -> dict[str, Any]:
+        """Take part, as the one that had the session `earlier` if it is given.
+
+        A server that does not answer is asked `attempts` times in all.
+        """
+        backoff = Backoff(self.first_pause_s, stop=self.stopping)
+        while True:
+            try:
+                return self._register(earlier or self._remembered())
+            except Unreachable:
+                attempts -= 1
+                if attempts <= 0 or not backoff.wait():
+                    raise
+
+    def _register(self, earlier: str | None) -> dict[str, Any]:
+        with self._lock:
+            facts = {**self._facts, "worker_id": self.worker_id, "step": self.step}
+            previous = self.session or earlier
+            if previous is not None:
+                facts["resume_session"] = previous
+            try:
+                answer = self.client.register(facts)
+            except Refused as error:
+                raise as_registration_fault(error) from None
+            try:
+                self.session = str(answer["session"])
+                self.rounds = [str(one) for one in answer["round_id"]]
+                self.server = dict(answer["server"])
+            except (KeyError, TypeError) as error:
+                raise Unreachable(
+                    f"{self.client.address}: its answer to a registration lacks {error}"
+                ) from None
+            self._lost = False
+            self._remember()
+            return answer
+
+    def return_after(self, lost: str | None) -> None:
+        """Register again, unless that was done since the session `lost` was in use."""
+        if self.session == lost:
+            self.register()
+            self._num_returns += 1
+            logger.info("DiLoCo: %s is back at %s", self.worker_id, self.client.address)
+
+    def take_returns(self) -> int:
+        """How often it had to register again since this was last asked."""
+        found, self._num_returns = self._num_returns, 0
+        return found
+
+    # -- the file ---------------------------------------------------------------------------
+
+    def _remembered(self) -> str | None:
+        """The session of a process before this one that had the same id."""
+        if self._file is None:
+            return None
+        try:
+            found = json.loads(self._file.read_text())
+            return str(found["session"]) if found["worker_id"] == self.worker_id else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _remember(self) -> None:
+        if self._file is None:
+            return
+        beside = self._file.with_name(f"{self._file.name}.new")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            # The session proves who the worker is: it is for its owner's eyes.
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(descriptor, "w") as file:
+                json.dump({"worker_id": self.worker_id, "session": self.session}, file)
+            beside.replace(self._file)
+        except OSError as error:
+            logger.warning("DiLoCo: the session is not kept in %s: %s", self._file, error)
+
+    # -- signs of life ----------------------------------------------------------------------
+
+    def identify(self) -> dict[str, Any]:
+        return {"worker_id": self.worker_id, "session": self.session}
+
+    def beat(self) -> None:
+        """One sign of life, with the speed; takes the server's recommendation."""
+        answer = self.client.heartbeat(
+            {**self.identify(), "step": self.step, "steps_per_second": self.steps_per_second}
+        )
+        recommended = answer.get("sync_every")
+        if isinstance(recommended, int) and not isinstance(recommended, bool) and recommended >= 1:
+            self.recommended = recommended
+
+    def start_beating(self) -> None:
+        """From now on, from a thread."""
+        told = self.server.get("heartbeat_s")
+        interval_s = self._heartbeat_s
+        if isinstance(told, int | float) and told > 0:
+            interval_s = min(interval_s, float(told))
+        self._thread = threading.Thread(
+            target=self._keep_beating, args=(interval_s,), name="headway-diloco", daemon=True
+        )
+        self._thread.start()
+
+    def _keep_beating(self, interval_s: float) -> None:
+        while not self.stopping.wait(interval_s):
+            lost = self.session
+            try:
+                self.beat()
+                if self._lost:
+                    logger.info("DiLoCo: %s answers again", self.client.address)
+                self._lost = False
+            except UnknownSession:
+                # Without a sync being due: the server would count on one worker less.
+                with contextlib.suppress(DiLoCoError):
+                    self.return_after(lost)
+            except MISTAKES as error:
+                logger.error("DiLoCo: %s", error)  # the next sync ends the run with it
+            except DiLoCoError as error:
+                if not self._lost:
+                    logger.warning("DiLoCo: training goes on alone for now: %s", error)
+                self._lost = True
+
+    def close(self, *, leave: bool = True) -> None:
+        """End the thread and, if the server is there, the registration."""
+        self.stopping.set()
+        if self._thread is not None:
+            self._thread.join(5.0)
+            self._thread = None
+        if leave and self.session is not None:
+            with contextlib.suppress(DiLoCoError):
+                self.client.deregister(self.identify())
+        self.session = None
