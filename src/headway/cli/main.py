@@ -31,6 +31,8 @@ VERBS = {
     "plot": "draw the curves of runs, in the terminal or in a file",
     "compare": "what differs between two runs, and which got further",
     "report": "everything about a run in one HTML page",
+    "jobs": "the runs of this machine that can be steered",
+    "job": "ask something of a running job: status, save, stop, pause, set-lr and others",
     "generate": "continue a prompt with a trained model",
     "eval": "loss, perplexity and bits per byte of a model on data",
     "checkpoint": "list, inspect, verify, compare, prune, convert and edit checkpoints",

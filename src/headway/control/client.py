@@ -7,6 +7,7 @@ errors a caller sees. Does not own: which jobs there are (discovery.py), what co
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import http.client
 import json
@@ -16,14 +17,17 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from headway.control.discovery import Job, find_job
+from headway.control.discovery import Job, find_job, list_jobs
 from headway.control.schema import COMMANDS, BadRequest, check_data, new_command_id
 from headway.control.security import prove
 from headway.errors import ConfigError, unknown
 
 _TIMEOUT_S = 30.0
 _LOOK_S = 0.05
+_LEAVING_S = 2.0
 _MOST_ANSWER_BYTES = 16 << 20
+_MOST_LINE_BYTES = 1 << 20
+_ENDS_RUN = ("graceful_stop", "save_and_stop", "abort")
 
 
 class ControlError(Exception):
@@ -61,6 +65,11 @@ class Client:
         found: dict[str, Any] = self._ask("GET", "status", role="read")
         return found
 
+    def receipt(self, command_id: str) -> dict[str, Any]:
+        """What became of a command so far."""
+        found: dict[str, Any] = self._ask("GET", f"commands/{command_id}", role="read")
+        return found
+
     def send(
         self,
         command: str,
@@ -93,7 +102,14 @@ class Client:
                     f"evaluation or a save is under way (its id: {command_id})"
                 )
             time.sleep(_LOOK_S)
-            receipt = self._ask("GET", f"commands/{command_id}", role="read")
+            try:
+                receipt = self._ask("GET", f"commands/{command_id}", role="read")
+            except ControlError as error:
+                if command not in _ENDS_RUN or error.status is not None or not self._has_left():
+                    raise
+                # It ended, and removed its files, before it was asked for the receipt again.
+                now = time.time()
+                return {**receipt, "state": "applied", "message": "it has ended", "settled_at": now}
         if receipt["state"] in ("refused", "failed"):
             raise ControlError(
                 receipt["message"] or f"{command} {receipt['state']}", answer=receipt
@@ -102,23 +118,23 @@ class Client:
 
     def events(self, after: int | None = None) -> Iterator[dict[str, Any]]:
         """What happens to the run, as it happens, until the run ends."""
-        self._prove()
-        connection = self._connect()
-        headers = self._headers("read")
-        if after is not None:
-            headers["Last-Event-ID"] = str(after)
+        stream = _Stream(self, after)
         try:
-            connection.request("GET", f"/jobs/{self.job_id}/events", headers=headers)
-            answer = connection.getresponse()
-            if answer.status != 200:
-                raise _error_of(answer.status, answer.read(_MOST_ANSWER_BYTES))
-            for line in answer:
-                if line.startswith(b"data: "):
-                    yield json.loads(line[6:])
-        except (OSError, http.client.HTTPException) as error:
-            raise ControlError(f"the job {self.job_id} is gone: {error}") from None
+            while (event := stream.read()) is not None:
+                yield event
         finally:
-            connection.close()
+            stream.close()
+
+    def _has_left(self) -> bool:
+        """Whether the job ended in order: then its files go, soon after it stops to answer."""
+        nonce, deadline = self.job.endpoint.nonce, time.monotonic() + _LEAVING_S
+        while True:
+            here = [j for j in list_jobs(self.job.folder.parent) if j.endpoint.nonce == nonce]
+            if not here:
+                return True
+            if not here[0].alive or time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_S)
 
     def _ask(self, method: str, what: str, *, role: str, body: Any = None) -> Any:
         self._prove()
@@ -181,12 +197,13 @@ class AsyncClient:
         self.job_id = self._client.job_id
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self._client, name)
+        if name not in COMMANDS or name == "status":
+            raise AttributeError(name)
 
-        async def call(**data: Any) -> Any:
-            return await asyncio.to_thread(method, **data)
+        async def send(**data: Any) -> Any:
+            return await asyncio.to_thread(getattr(self._client, name), **data)
 
-        return call
+        return send
 
     async def status(self) -> dict[str, Any]:
         """What the run does now."""
@@ -198,12 +215,67 @@ class AsyncClient:
 
     async def events(self, after: int | None = None) -> AsyncIterator[dict[str, Any]]:
         """As `Client.events`."""
-        source = self._client.events(after)
+        stream = await asyncio.to_thread(_Stream, self._client, after)
         try:
-            while (event := await asyncio.to_thread(next, source, None)) is not None:
+            while (event := await asyncio.to_thread(stream.read)) is not None:
                 yield event
         finally:
-            source.close()  # type: ignore[attr-defined]
+            # Also lets go of a thread that reads: nobody will come for what it waits for.
+            stream.close()
+
+
+class _Stream:
+    """The events of a job over a connection of its own."""
+
+    def __init__(self, client: Client, after: int | None) -> None:
+        client._prove()
+        self._job_id, self._connection = client.job_id, client._connect()
+        self._left = b""
+        headers = client._headers("read")
+        if after is not None:
+            headers["Last-Event-ID"] = str(after)
+        try:
+            self._connection.request("GET", f"/jobs/{client.job_id}/events", headers=headers)
+            # An answer without an end takes the socket over.
+            self._socket = self._connection.sock
+            self._answer = self._connection.getresponse()
+            if self._answer.status != 200:
+                raise _error_of(self._answer.status, self._answer.read(_MOST_ANSWER_BYTES))
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise ControlError(f"the job {self._job_id} does not answer: {error}") from None
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def read(self) -> dict[str, Any] | None:
+        """The next event; None when the run has ended."""
+        try:
+            while (line := self._read_line()) is not None:
+                if line.startswith(b"data: "):
+                    event: dict[str, Any] = json.loads(line[6:])
+                    return event
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            why = "cut off" if isinstance(error, http.client.IncompleteRead) else str(error)
+            raise ControlError(f"the job {self._job_id} is gone: {why}") from None
+        return None
+
+    def _read_line(self) -> bytes | None:
+        # `readline` of an answer takes a connection that was cut off for the end of the answer.
+        while b"\n" not in self._left:
+            more = self._answer.read1(_MOST_LINE_BYTES)
+            if not more:
+                return None
+            self._left += more
+            if len(self._left) > _MOST_LINE_BYTES:
+                raise ValueError("what it sends is no stream of events")
+        line, _, self._left = self._left.partition(b"\n")
+        return line
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
 
 
 class _UnixConnection(http.client.HTTPConnection):

@@ -1,0 +1,86 @@
+"""`headway jobs`: the runs of this user on this machine that can be steered.
+
+Exit code: 0, also where there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+_COLUMNS = ("job", "status", "step", "loss", "address", "output")
+_HIDDEN = ("nonce", "process_started_at")
+_ANSWER_S = 5.0
+_MOST_AT_ONCE = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's arguments."""
+    parser.usage = "headway jobs [--clean] [--json]"
+    parser.add_argument(
+        "--clean", action="store_true", help="remove what jobs left behind that are gone"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print a line for each job, the newest first."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from headway.cli.messages import print_json
+    from headway.control.discovery import clean_stale, list_jobs
+
+    removed = clean_stale() if options.clean else []
+    # Together: one that does not answer must not keep the others waiting.
+    with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
+        jobs = list(pool.map(_describe, list_jobs()))
+    if options.json:
+        print_json({"jobs": jobs, "removed": removed})
+        return 0
+    for job_id in removed:
+        print(f"removed what {job_id} left behind")
+    if not jobs:
+        print("no job is running")
+        return 0
+    rows = [_COLUMNS, *(_row(job) for job in jobs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    for row in rows:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip())
+    for job in jobs:
+        if job.get("problem"):
+            print(f"{job['job_id']}: {job['problem']}")
+    if not all(job["alive"] for job in jobs):
+        print("gone: its process is not there any more; headway jobs --clean forgets it")
+    return 0
+
+
+def _describe(job: Any) -> dict[str, Any]:
+    """What is known of a job, from its files and, where it answers, from itself."""
+    from headway.control.client import Client, ControlError
+
+    endpoint = job.endpoint
+    facts = {key: value for key, value in endpoint.to_dict().items() if key not in _HIDDEN}
+    facts["alive"] = job.alive
+    facts["address"] = endpoint.unix_socket or f"http://{_bracket(endpoint.host)}:{endpoint.port}"
+    if not job.alive:
+        return {**facts, "status": "gone"}
+    try:
+        return {**Client(job, timeout_s=_ANSWER_S).status(), **facts}
+    except ControlError as error:
+        return {**facts, "status": "silent", "problem": str(error)}
+
+
+def _bracket(host: Any) -> str:
+    return f"[{host}]" if ":" in str(host) else str(host)
+
+
+def _row(job: dict[str, Any]) -> tuple[str, ...]:
+    from headway.cli.job import printable
+
+    step, last = job.get("global_step"), job.get("max_steps")
+    progress = "" if step is None else f"{step}/{last}" if last else str(step)
+    metrics = job.get("metrics")
+    loss = metrics.get("loss") if isinstance(metrics, dict) else None
+    shown = f"{loss:.4g}" if isinstance(loss, float) else "" if loss is None else str(loss)
+    cells = (job["job_id"], job["status"], progress, shown, job["address"], job["output_dir"])
+    return tuple(printable(cell).replace("\n", "?") for cell in cells)

@@ -1,0 +1,382 @@
+"""`headway job` and `headway jobs` against a real server: words, exit codes, what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from headway.cli import job as verb
+from headway.cli.main import main
+from headway.control.discovery import Registration, list_jobs
+from headway.control.inbox import Inbox
+from headway.control.schema import COMMANDS, BadRequest, parse_command
+from headway.control.server import ControlServer
+from headway.control.status import StatusBoard
+from headway.testing import assert_no_import
+
+pytest.importorskip("aiohttp")
+
+
+class Steered:
+    """A job as its server shows it, and a thread in the place of training."""
+
+    def __init__(self, job_id: str, *, refuses: str | None = None, answers: bool = True) -> None:
+        self.board, self.inbox = StatusBoard(job_id), Inbox()
+        self.board.publish(
+            status="training", global_step=7, max_steps=100, metrics={"loss": 2.5, "other": "x"}
+        )
+        self.done: list[tuple[str, dict]] = []
+        self.refuses = refuses
+        self.registration = Registration(job_id)
+        tokens = {"control": "c" * 64, "read": "r" * 64}
+        self.server = ControlServer(
+            self.board, self.inbox, nonce=self.registration.nonce, tokens=tokens, version="1"
+        )
+        self.server.start()
+        self.registration.write_tokens(tokens)
+        self.registration.write_endpoint(
+            self.server.host,
+            self.server.port,
+            None,
+            output_dir=f"runs/{job_id}",
+            logging_dir=None,
+            run_name=None,
+            version="1",
+        )
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        if answers:
+            self._thread.start()
+
+    def _train(self) -> None:
+        while not self._over.is_set():
+            self.inbox.wait_for_command(0.05)
+            for command in self.inbox.take():
+                if self.refuses is not None:
+                    self.inbox.settle(command.id, "refused", 7, self.refuses)
+                    continue
+                self.done.append((command.name, dict(command.data)))
+                self.inbox.settle(command.id, "applied", 7)
+
+    def close(self) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.server.stop()
+        self.registration.remove()
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_JOBS_DIR", str(tmp_path / "jobs"))
+    started: list[Steered] = []
+
+    def begin(job_id: str, **options) -> Steered:
+        started.append(Steered(job_id, **options))
+        return started[-1]
+
+    yield begin
+    for job in started:
+        job.close()
+
+
+def call(capsys, *words: str) -> tuple[int, str, str]:
+    code = main(list(words))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def leave_dead(job_id: str) -> int:
+    """What a job leaves that was killed; returns its process number."""
+    text = (
+        "import sys; from headway.control.discovery import Registration as R; r = R(sys.argv[1]);"
+        "r.write_tokens({'control': 'c'});"
+        "r.write_endpoint('127.0.0.1', 1, None, output_dir='dead', logging_dir=None,"
+        " run_name=None, version='1'); import os; os.kill(os.getpid(), 9)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", text, job_id])
+    assert process.wait() == -signal.SIGKILL
+    return process.pid
+
+
+def test_every_command_of_the_wire_has_a_word():
+    assert set(verb.COMMANDS.values()) == set(COMMANDS) - {"status"}
+
+
+@pytest.mark.parametrize(
+    ("words", "command", "data"),
+    [
+        ("save one", "save_checkpoint", {}),
+        ("stop one", "graceful_stop", {}),
+        ("save-stop one", "save_and_stop", {}),
+        ("abort one --yes", "abort", {}),
+        ("pause one", "pause", {"offload": False}),
+        ("pause one --offload", "pause", {"offload": True}),
+        ("resume one", "resume", {}),
+        ("set-lr one 1e-4", "set_learning_rate", {"value": 1e-4, "keep": True}),
+        ("set-lr one --scale 0.5 --once", "set_learning_rate", {"scale": 0.5, "keep": False}),
+        ("set-lr 0.25", "set_learning_rate", {"value": 0.25, "keep": True}),
+        ("set-lr --scale=2", "set_learning_rate", {"scale": 2, "keep": True}),
+        ("eval one", "evaluate_now", {}),
+        ("generate one --prompt -- x", None, {}),
+        ("generate one --prompt Once --max-new-tokens 5", "generate_now",
+         {"prompt": "Once", "max_new_tokens": 5}),
+        ("profile one", "profile_next_steps", {"num_steps": 3}),
+        ("profile one --steps 2", "profile_next_steps", {"num_steps": 2}),
+        ("extend one 300", "extend_max_steps", {"max_steps": 300}),
+        ("extend one --by 50", "extend_max_steps", {"by": 50}),
+        ("extend 300", "extend_max_steps", {"max_steps": 300}),
+        ("log-level one debug", "set_log_level", {"level": "debug"}),
+        ("log-level debug", "set_log_level", {"level": "debug"}),
+    ],
+)  # fmt: skip
+def test_a_command_reaches_the_run_and_its_effect_is_told(start, capsys, words, command, data):
+    job = start("one-1234")
+    code, out, err = call(capsys, "job", *words.split())
+    if command is None:
+        assert code == 2 and job.done == []
+        return
+    assert (code, job.done) == (0, [(command, data)]), err
+    assert out == f"{command} took effect after step 7\n"
+    # The one job that runs need not be named, but then its name is told.
+    assert ("job: one-1234" in err) == ("one" not in words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "body"),
+    [
+        ("set-lr one abc", {"command": "set_learning_rate", "data": {"value": "abc"}}),
+        ("set-lr one -1", {"command": "set_learning_rate", "data": {"value": -1}}),
+        ("set-lr one --scale 0", {"command": "set_learning_rate", "data": {"scale": 0}}),
+        ("set-lr one", {"command": "set_learning_rate", "data": {"value": "one"}}),
+        ("set-lr one 1 --scale 2",
+         {"command": "set_learning_rate", "data": {"value": 1, "scale": 2}}),
+        ("set-lr", {"command": "set_learning_rate", "data": {}}),
+        ("extend one 1.5", {"command": "extend_max_steps", "data": {"max_steps": 1.5}}),
+        ("extend one --by 0", {"command": "extend_max_steps", "data": {"by": 0}}),
+        ("profile one --steps 101",
+         {"command": "profile_next_steps", "data": {"num_steps": 101}}),
+        ("generate one --max-new-tokens 0",
+         {"command": "generate_now", "data": {"max_new_tokens": 0}}),
+        ("log-level one loud", {"command": "set_log_level", "data": {"level": "loud"}}),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_in_the_server_s_words_and_nothing_happens(start, capsys, words, body):
+    job = start("one")
+    with pytest.raises(BadRequest) as refused:
+        parse_command(body)
+    code, out, err = call(capsys, "job", *words.split())
+    assert (code, out, err) == (2, "", f"error: {refused.value.message}\n")
+    status, answer = ask(job, json.dumps(body).encode())
+    assert (status, answer["error"]) == (400, refused.value.message)
+    assert answer["valid_fields"]
+    assert job.done == []
+
+
+def ask(job: Steered, body: bytes) -> tuple[int, dict]:
+    import http.client
+
+    connection = http.client.HTTPConnection("127.0.0.1", job.server.port, timeout=30)
+    headers = {"Authorization": f"Bearer {'c' * 64}", "Content-Type": "application/json"}
+    try:
+        connection.request("POST", f"/jobs/{job.board.job_id}/control", body, headers)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("job sav one", "invalid choice: 'sav'"),
+        ("job", "required: {status,tail,save"),
+        ("job save one two", "JOB expected, 2 words given: one two"),
+        ("job save nobody", "there is no job 'nobody'"),
+        ("job save onn", "did you mean 'one'?"),
+        ("job save one --timeout 0", "--timeout: 0 given; allowed: seconds, above 0"),
+        ("job save one --timeout soon", "--timeout: 'soon' given"),
+        ("job save one --timeout nan", "--timeout: nan given"),
+        ("job status one --no-wait", "--no-wait"),
+        ("job save ../one", "there is no job '../one'"),
+        ("jobs --al", "unknown argument '--al'"),
+    ],
+)
+def test_mistakes_of_the_command_line(start, capsys, words, told):
+    job = start("one")
+    code, _, err = call(capsys, *words.split())
+    assert code == 2 and told in err and "Traceback" not in err
+    assert job.done == []
+
+
+def test_a_prefix_is_enough_where_it_fits_one_job(start, capsys):
+    first, second = start("alpha-1"), start("alpine-2")
+    code, _, err = call(capsys, "job", "save", "al")
+    assert code == 2 and "alpha-1" in err and "alpine-2" in err
+    code, _, err = call(capsys, "job", "save")
+    assert code == 2 and "JOB is missing, and several jobs are running" in err
+    assert call(capsys, "job", "save", "alpi")[0] == 0
+    assert (first.done, second.done) == ([], [("save_checkpoint", {})])
+
+
+def test_a_job_that_is_gone(start, capsys):
+    code, out, err = call(capsys, "job", "save", "--json")
+    assert (code, json.loads(out)["error"], err) == (
+        3,
+        "no job is running",
+        "error: no job is running\n",
+    )
+    pid = leave_dead("dead-1")
+    code, _, err = call(capsys, "job", "save", "dead")
+    assert code == 3 and f"process {pid} is gone" in err
+    job = start("alive-1")
+    job.inbox.close("the run has ended", 9)
+    code, _, err = call(capsys, "job", "save", "alive")
+    assert (code, err) == (3, "error: the run has ended\n")
+
+
+def test_a_job_that_refuses(start, capsys):
+    start("one", refuses="there is nothing to evaluate: eval_dataset is not given")
+    code, out, err = call(capsys, "job", "eval", "one", "--json")
+    assert code == 4 and err == "error: there is nothing to evaluate: eval_dataset is not given\n"
+    said = json.loads(out)
+    assert said["answer"]["state"] == "refused" and said["answer"]["step"] == 7
+
+
+def test_without_the_control_token_a_command_is_refused_and_a_look_is_not(start, capsys):
+    job = start("one")
+    (job.registration.folder / "token").unlink()
+    code, _, err = call(capsys, "job", "save", "one")
+    assert code == 4 and "error:" in err and job.done == []
+    assert call(capsys, "job", "status", "one")[0] == 0
+
+
+def test_a_command_that_takes_long(start, capsys):
+    job = start("one", answers=False)
+    code, _, err = call(capsys, "job", "save", "one", "--timeout", "0.2")
+    assert code == 3 and "accepted, but took no effect within 0.2 s" in err
+    code, out, _ = call(capsys, "job", "save", "one", "--no-wait")
+    assert code == 0 and "save_checkpoint was accepted; its id is" in out
+    code, out, _ = call(capsys, "job", "save", "one", "--no-wait", "--json")
+    assert code == 0 and json.loads(out)["state"] == "accepted"
+    assert [command.name for command in job.inbox.take()] == ["save_checkpoint"] * 3
+
+
+def test_a_mistake_with_json_is_json(start, capsys):
+    start("one")
+    code, out, err = call(capsys, "job", "set-lr", "one", "abc", "--json")
+    assert code == 2 and json.loads(out)["error"] in err
+
+
+def test_status_for_people_and_programs(start, capsys):
+    job = start("one")
+    job.board.report_incident("nonfinite", "the loss \x1b[31mis\x07 not finite", 5)
+    code, out, _ = call(capsys, "job", "status", "one", "--json")
+    assert code == 0 and json.loads(out)["global_step"] == 7
+    code, out, _ = call(capsys, "job", "status", "one")
+    assert code == 0 and "training" in out and "step 5: the loss" in out
+    assert "\x1b" not in out and "\x07" not in out, "a terminal obeys such characters"
+
+
+def test_tail_follows_to_the_end(start, capsys, monkeypatch):
+    job = start("one")
+    begun = threading.Event()
+    monkeypatch.setattr(job.server, "_num_streams", Watched(begun))
+
+    def end() -> None:
+        begun.wait(30)
+        job.board.announce("log", step=8, logs={"loss": 1.5, "text": "\x1b[2J"})
+        job.board.close()
+
+    ender = threading.Thread(target=end)
+    ender.start()
+    code, out, _ = call(capsys, "job", "tail", "one", "--json")
+    ender.join()
+    (event,) = map(json.loads, out.splitlines())
+    assert code == 0 and event["event"] == "log" and event["logs"]["loss"] == 1.5
+
+
+class Watched(int):
+    """A counter that tells when it is counted up."""
+
+    def __new__(cls, event):
+        made = super().__new__(cls, 0)
+        made.event = event
+        return made
+
+    def __add__(self, other):
+        self.event.set()
+        return int(self) + other
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("answer", "done"), [("y\n", True), ("\n", False), ("", False)])
+def test_abort_asks_on_a_terminal(start, monkeypatch, answer, done):
+    job = start("one")
+    said = Terminal()
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    monkeypatch.setattr(sys, "stderr", said)
+    assert main(["job", "abort", "one"]) == (0 if done else 2)
+    assert "End one at step 7 without a save?" in said.getvalue()
+    assert job.done == ([("abort", {})] if done else [])
+
+
+def test_abort_does_not_ask_where_nobody_could_answer(start, capsys, monkeypatch):
+    job = start("one")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert call(capsys, "job", "abort", "one")[0] == 0 and job.done == [("abort", {})]
+
+
+def test_jobs_lists_those_that_run_and_those_that_are_gone(start, capsys, tmp_path):
+    assert call(capsys, "jobs") == (0, "no job is running\n", "")
+    job = start("one")
+    leave_dead("dead-1")
+    silent = start("silent")
+    silent.server.stop()
+    code, out, _ = call(capsys, "jobs")
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert code == 0 and lines["job"].split() == list(verb_columns())
+    address = f"http://127.0.0.1:{job.server.port}"
+    assert lines["one"].split() == [
+        "one",
+        "training",
+        "7/100",
+        "2.5",
+        address,
+        os.path.abspath("runs/one"),
+    ]
+    assert "gone" in lines["dead-1"] and "silent" in lines["silent"]
+    assert "silent: the job silent does not answer" in out and "--clean" in out
+    code, out, _ = call(capsys, "jobs", "--json")
+    found = {each["job_id"]: each for each in json.loads(out)["jobs"]}
+    assert found["one"]["alive"] and found["one"]["address"] == address
+    assert not found["dead-1"]["alive"] and found["dead-1"]["status"] == "gone"
+    assert not {"nonce", "token"} & set(found["one"]) and "cccc" not in out
+    code, out, _ = call(capsys, "jobs", "--clean")
+    assert code == 0 and "removed what dead-1 left behind" in out
+    assert {each.endpoint.job_id for each in list_jobs()} == {"one", "silent"}
+
+
+def verb_columns():
+    from headway.cli.jobs import _COLUMNS
+
+    return _COLUMNS
+
+
+def test_the_verbs_need_neither_torch_nor_a_package_for_http(start):
+    start("one")
+    for words in ("jobs", "job status one", "job save one"):
+        assert_no_import(["headway", *words.split()], "torch")
+    assert_no_import(["headway", "job", "save", "one"], "aiohttp")
+    assert_no_import("from headway.control import AsyncClient, Client, list_jobs", "torch")
