@@ -174,11 +174,26 @@ class Stand(TrainerCallback):
 
 
 class Busy(TrainerCallback):
-    """A callback on one rank that takes longer than a step may."""
+    """A callback on one rank that takes longer than a step may, at work."""
+
+    def on_step_end(self, state: Any, trainer: Any) -> None:
+        if state.global_step == 3 and dist.get_rank() == 1:
+            for _ in range(25):
+                time.sleep(0.1)
+                trainer.timing.note_progress()
+
+
+class Upload(TrainerCallback):
+    """A callback on one rank that does not come back until it was told of."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def on_step_end(self, state: Any) -> None:
         if state.global_step == 3 and dist.get_rank() == 1:
-            time.sleep(2.5)
+            deadline = time.monotonic() + 60
+            while not self.path.exists() and time.monotonic() < deadline:
+                time.sleep(1.5)  # longer than a look takes: it is always found here
 
 
 def hang(folder: str) -> dict[str, Any]:
@@ -191,8 +206,16 @@ def hang(folder: str) -> dict[str, Any]:
     trainer = make(DDPTrainer, f"{folder}/hang", [stand, dog], max_steps=6)
     step = trainer.train().global_step
     written = Path(folder, "hang", f"hang-rank{rank}.txt")
+    # The same process, healthy, and strict: what was told before is not told again.
+    after = HangWatchdogCallback(2.0, "abort", **options)
+    make(DDPTrainer, f"{folder}/after", [Busy(), after], max_steps=6).train()
+    patient = HangWatchdogCallback(0.8, "abort", **options)
+    upload = Upload(Path(folder, "upload", "hang-rank1.txt"))
+    make(DDPTrainer, f"{folder}/upload", [upload, patient], max_steps=5).train()
     return {
         "quiet": quiet.alarms,
+        "after": after.alarms,
+        "handler": patient.alarms,
         "step": step,
         "alarms": dog.alarms,
         "dump": written.read_text() if written.exists() else "",
@@ -203,6 +226,9 @@ def test_the_stuck_rank_is_named_with_its_stack(tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(hang, 2, str(tmp_path), timeout_s=120)):
         assert found["quiet"] == [], "a callback at work is no hang"
         assert found["step"] == 6, "a report ends no run"
+        assert found["after"] == []
+        assert "stuck is rank 1 of 2" in found["handler"][0]
+        assert "in on_step_end" in found["handler"][0]
         assert found["alarms"], rank
         told = found["alarms"][0]
         assert "nothing has come of training" in told and "after step 3" in told

@@ -257,6 +257,7 @@ class EvaluatorCallback(TrainerCallback):
         raise told(f"{name} failed: {what}") from error
 
     def _tell(self, state: TrainerState, title: str, num_batches: int) -> None:
+        self.trainer.timing.note_progress()
         if state.is_world_process_zero and num_batches % self.options.log_interval == 0:
             logger.info("evaluator %r: %d batches of this rank", title, num_batches)
 

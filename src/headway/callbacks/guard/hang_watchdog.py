@@ -7,7 +7,8 @@ carries the answers (dist/watch.py).
 
 A rank for which nothing moves asks all others. Each answers with what it does and where its main
 thread stands, from its own thread, which a hung main thread does not keep from answering. Rank 0
-decides: while any rank is at something that may take its time, nobody hangs.
+decides: while any rank is at something that may take its time, nobody hangs. A handler that has not
+moved for as long as a step may take is told of, but only ended when its own limit is over.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.callbacks.guard.progress import Limits, Progress, Status
+from headway.callbacks.guard.progress import TRAINING, Limits, Progress, Status
 from headway.callbacks.watch.ranges import require_positive
 from headway.dist.agreement import spell_ranks
 from headway.dist.waiting import MainThread, Standing, find_late
@@ -47,7 +48,8 @@ class HangWatchdogCallback(TrainerCallback):
     The first step, and the first batch of an evaluation, may take `first_step_limit_s`; saves,
     rollbacks and the handlers of other callbacks `other_limit_s`. Every rank then writes its stacks
     to `hang-rank<N>.txt` in the output folder, the stuck ones to stderr too. `action`: `report`
-    leaves it at that, `abort` ends all ranks with exit code 1.
+    leaves it at that, `abort` ends all ranks with exit code 1. A handler that does not move at all
+    is told of after `limit_s` already, and ended after `other_limit_s`.
     """
 
     def __init__(
@@ -59,12 +61,16 @@ class HangWatchdogCallback(TrainerCallback):
         first_step_limit_s: float = 1800.0,
         other_limit_s: float = 1800.0,
     ) -> None:
-        require_positive("limit_s", limit_s)
-        require_positive("step_factor", step_factor)
-        require_positive("first_step_limit_s", first_step_limit_s)
-        require_positive("other_limit_s", other_limit_s)
+        kind = type(self).__name__
+        for option, seconds in (
+            ("limit_s", limit_s),
+            ("step_factor", step_factor),
+            ("first_step_limit_s", first_step_limit_s),
+            ("other_limit_s", other_limit_s),
+        ):
+            require_positive(f"{kind}: {option}", seconds)
         if action not in ACTIONS:
-            raise ConfigError(unknown("action", str(action), ACTIONS))
+            raise ConfigError(f"{kind}: " + unknown("action", str(action), ACTIONS))
         self.limits = Limits(limit_s, step_factor, first_step_limit_s, other_limit_s)
         self.action = action
         self.alarms: list[str] = []
@@ -124,29 +130,33 @@ class Patrol:
         self._turn_s = min(_TURN_S, owner.limits.step_s / 4)
         self._main = MainThread()
         self._ask_again_s = 0.0
+        self._asked_late = False
         self._answered = self._judged = self._acted = 0
+        self._moves_then = 0
         self._deadline_s = 0.0
 
     def run(self, over: threading.Event) -> None:
         if self._watch is not None:
             # What ranks asked in an earlier run of this process is over.
             self._answered = self._judged = self._watch.count_up(_ROUND, 0) or 0
+            self._acted = self._answered
         while not over.wait(self._turn_s):
             self._main.look()
-            status = self._progress.look(4 * self._turn_s + _TURN_S)
+            status = self._progress.look(4 * self._turn_s + _TURN_S, self._main.still_s)
             if self._watch is None:
                 self._decide_alone(status)
             elif not self._watch.ending:
                 self._take_part(status, self._watch)
 
     def _is_worth_asking(self, status: Status) -> bool:
-        """Late, and not asked for a while; ever more seldom while nothing changes."""
-        if not status.is_late:
-            self._ask_again_s = 0.0
+        """Not asked for a while, ever more seldom while nothing changes; or it is late now."""
+        if not status.is_suspect:
+            self._ask_again_s, self._asked_late = 0.0, False
             return False
-        if status.silent_s < self._ask_again_s:
+        is_late_now = status.is_late and not self._asked_late
+        if status.silent_s < self._ask_again_s and not is_late_now:
             return False
-        self._ask_again_s = status.silent_s * 2
+        self._ask_again_s, self._asked_late = status.silent_s * 2, status.is_late
         return True
 
     def _stand(self) -> Standing:
@@ -160,7 +170,7 @@ class Patrol:
             return
         text = tell(status, f"it is at {self._stand().place}")
         self._alarm(text, is_stuck=True, speaks=True)
-        if self._owner.action == "abort":
+        if self._owner.action == "abort" and status.is_late:
             from headway.dist.watch import end_process
 
             end_process(1, text, victim=False)
@@ -174,7 +184,7 @@ class Patrol:
         if asked > self._answered:
             answer = {"status": asdict(status), "standing": asdict(self._stand())}
             watch.leave_note(f"hang/{asked}/{self._rank}", json.dumps(answer))
-            self._answered = asked
+            self._answered, self._moves_then = asked, self._progress.num_moves
             self._deadline_s = time.monotonic() + _ANSWER_TURNS * self._turn_s + 2
         if self._rank == 0 and self._answered > self._judged:
             self._judge(watch)
@@ -200,11 +210,14 @@ class Patrol:
         stuck: list[int] = verdict["stuck"]
         is_stuck = self._rank in stuck or not stuck
         self._alarm(verdict["text"], is_stuck=is_stuck, speaks=self._rank == 0)
-        if self._owner.action == "abort" and self._rank == 0:
-            from headway.dist.watch import Failure
+        if self._owner.action == "abort" and self._rank == 0 and verdict["is_final"]:
+            from headway.dist.watch import Failure, say
 
             # The others have a moment to write their stacks.
             time.sleep(2 * self._turn_s + 0.5)
+            if self._progress.num_moves != self._moves_then:
+                say("the run goes on after all, and is not ended", "hang")
+                return
             watch.report(Failure(stuck[0] if len(stuck) == 1 else None, verdict["text"]))
 
     # What is left behind
@@ -237,8 +250,11 @@ def judge(answers: dict[int, dict[str, Any]], world_size: int) -> dict[str, Any]
     standings = {rank: Standing(**answer["standing"]) for rank, answer in answers.items()}
     silent = [rank for rank in range(world_size) if rank not in answers]
     longest = max(statuses.values(), key=lambda status: status.silent_s)
+    # Ranks in a step wait for one in a handler, which may go on for longer.
+    is_final = all(status.is_late or status.what == TRAINING for status in statuses.values())
     if silent:
-        return {"stuck": silent, "text": tell(longest, f"{spell_ranks(silent)} do not answer")}
+        text = tell(longest, f"{spell_ranks(silent)} do not answer")
+        return {"stuck": silent, "text": text, "is_final": is_final}
     ranks = sorted(standings)
     late = [ranks[i] for i in find_late([standings[rank] for rank in ranks], 0.0)]
     if late and len(late) < world_size:
@@ -246,7 +262,7 @@ def judge(answers: dict[int, dict[str, Any]], world_size: int) -> dict[str, Any]
     else:
         late = []
         where = f"all ranks stand still, rank {ranks[0]} at {standings[ranks[0]].place}"
-    return {"stuck": late, "text": tell(longest, where)}
+    return {"stuck": late, "text": tell(longest, where), "is_final": is_final}
 
 
 def tell(status: Status, where: str) -> str:
