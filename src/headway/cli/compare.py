@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 # Other places and times do not make another experiment.
 _CIRCUMSTANCES = ("created", "directory", "command")
-_NOT_COMPARED = ("args.output_dir", "args.logging_dir", "args.run_name")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 def compare_runs(runs: list[Run], metrics: list[str], smooth: float = 0.0) -> dict[str, Any]:
     """Configuration, circumstances and curves of two runs, side by side."""
     from headway.cli.run_folder import AXES, read_series
-    from headway.config.differences import differences
+    from headway.config.differences import CIRCUMSTANTIAL, differences
 
     first, second = runs
     config = differences(first.config, second.config)
@@ -67,7 +66,7 @@ def compare_runs(runs: list[Run], metrics: list[str], smooth: float = 0.0) -> di
                 curves.append({"metric": metric, "by": by, **_compare_series(*pair)})
     return {
         "runs": [one.name for one in runs],
-        "config": {key: pair for key, pair in config.items() if key not in _NOT_COMPARED},
+        "config": {key: pair for key, pair in config.items() if key not in CIRCUMSTANTIAL},
         "environment": differences(*environments),
         "curves": curves,
     }

@@ -1,0 +1,169 @@
+"""What only a running job knows or can do: its status, and taking commands.
+
+Owns: the two ways to a job, from inside it and from a dashboard of its own process. Does not own:
+what commands mean (control/schema.py), what files tell (answers.py).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from headway.control.client import Client, ControlError
+from headway.control.dashboard.shelf import Place, run_id_of
+from headway.control.dashboard.source import Threads
+from headway.control.discovery import Job, list_jobs
+from headway.control.inbox import Inbox
+from headway.control.schema import COMMAND_ID, BadRequest, parse_command
+from headway.control.server import take_command
+from headway.control.status import StatusBoard
+from headway.errors import ConfigError
+
+Status = Mapping[str, Any]
+
+_TIMEOUT_S = 3.0
+_FRESH_S = 1.0
+
+
+class Live(Protocol):
+    """The jobs behind some runs, by the ids of these."""
+
+    async def statuses(self) -> dict[str, Status | None]:
+        """Every run that has a job, and what that says of itself; None if it does not answer."""
+
+    async def status(self, run_id: str) -> Status | None: ...
+
+    async def command(self, run_id: str, said: Any) -> dict[str, Any]: ...
+
+    async def receipt(self, run_id: str, command_id: str) -> dict[str, Any]: ...
+
+
+class OwnJob:
+    """The job that this process runs."""
+
+    def __init__(self, run_id: str, board: StatusBoard, inbox: Inbox) -> None:
+        self._run_id, self._board, self._inbox = run_id, board, inbox
+
+    async def statuses(self) -> dict[str, Status | None]:
+        return {self._run_id: self._board.status}
+
+    async def status(self, run_id: str) -> Status | None:
+        return self._board.status if run_id == self._run_id else None
+
+    async def command(self, run_id: str, said: Any) -> dict[str, Any]:
+        return take_command(self._inbox, said)
+
+    async def receipt(self, run_id: str, command_id: str) -> dict[str, Any]:
+        receipt = self._inbox.receipt(command_id)
+        if receipt is None:
+            raise BadRequest(404, "no command with that id is known")
+        return receipt.to_dict()
+
+
+class FoundJobs:
+    """The jobs of this user on this machine, as discovery finds them."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._threads = Threads(num_threads=4)
+        self._clients: dict[str, Client] = {}
+        self._statuses: dict[str, tuple[float, Status | None]] = {}
+
+    def places(self) -> list[Place]:
+        """Where the runs of live jobs are."""
+        return [
+            Place(Path(job.endpoint.output_dir), _path(job.endpoint.logging_dir), _name(job))
+            for job in self._jobs().values()
+        ]
+
+    async def statuses(self) -> dict[str, Status | None]:
+        return await self._threads.run(self._all_statuses)
+
+    async def status(self, run_id: str) -> Status | None:
+        job = (await self._threads.run(self._jobs)).get(run_id)
+        return None if job is None else await self._threads.run(self._status, job)
+
+    async def command(self, run_id: str, said: Any) -> dict[str, Any]:
+        command = parse_command(said)
+        client = await self._threads.run(self._client_of, run_id)
+
+        def send() -> dict[str, Any]:
+            return client.send(command.name, dict(command.data), wait=False, command_id=command.id)
+
+        return await self._threads.run(_translate, send)
+
+    async def receipt(self, run_id: str, command_id: str) -> dict[str, Any]:
+        if not COMMAND_ID.fullmatch(command_id):
+            raise BadRequest(404, "no command with that id is known")
+        client = await self._threads.run(self._client_of, run_id)
+        return await self._threads.run(_translate, lambda: client.receipt(command_id))
+
+    async def close(self) -> None:
+        await self._threads.close()
+
+    def _jobs(self) -> dict[str, Job]:
+        """The newest live job of each run."""
+        found: dict[str, Job] = {}
+        for job in list_jobs(self._folder):
+            if job.alive:
+                found.setdefault(run_id_of(Path(job.endpoint.output_dir)), job)
+        return found
+
+    def _client_of(self, run_id: str) -> Client:
+        job = self._jobs().get(run_id)
+        if job is None:
+            raise BadRequest(
+                410, "the run has no live job on this machine: it has ended, or takes no commands"
+            )
+        known = self._clients.get(run_id)
+        if known is None or known.job.endpoint != job.endpoint:
+            known = self._clients[run_id] = Client(job, timeout_s=_TIMEOUT_S)
+        return known
+
+    def _all_statuses(self) -> dict[str, Status | None]:
+        jobs = self._jobs()
+        for table in (self._clients, self._statuses):
+            for run_id in [key for key in table if key not in jobs]:
+                table.pop(run_id, None)  # type: ignore[attr-defined]
+        return {run_id: self._status(job) for run_id, job in jobs.items()}
+
+    def _status(self, job: Job) -> Status | None:
+        run_id = run_id_of(Path(job.endpoint.output_dir))
+        asked_at, known = self._statuses.get(run_id, (-_FRESH_S, None))
+        if time.monotonic() - asked_at < _FRESH_S:
+            return known
+        try:
+            known = self._client_of(run_id).status()
+        except (ControlError, BadRequest):
+            known = None
+        self._statuses[run_id] = time.monotonic(), known
+        return known
+
+
+def _translate(ask: Any) -> dict[str, Any]:
+    """A job's answer, or its refusal as one of this server."""
+    try:
+        answer: dict[str, Any] = ask()
+    except ConfigError as error:
+        raise BadRequest(400, str(error)) from None
+    except ControlError as error:
+        said = error.answer if isinstance(error.answer, dict) else {}
+        if "state" in said:  # a receipt that says no is an answer
+            return said
+        # What the job thinks of this server's token is no word about the user's.
+        status = error.status if error.status not in (None, 401, 403) else 502
+        more = {key: value for key, value in said.items() if key != "error"}
+        raise BadRequest(status, str(error), **more) from None
+    return answer
+
+
+def _path(given: str | None) -> Path | None:
+    return None if given is None else Path(given)
+
+
+def _name(job: Job) -> str:
+    endpoint = job.endpoint
+    return endpoint.run_name or os.path.basename(endpoint.output_dir.rstrip("/")) or endpoint.job_id
