@@ -31,6 +31,7 @@ VERBS = {
     "plot": "draw the curves of runs, in the terminal or in a file",
     "compare": "what differs between two runs, and which got further",
     "report": "everything about a run in one HTML page",
+    "dashboard": "runs and running jobs in a browser: curves, comparison, commands",
     "jobs": "the runs of this machine that can be steered",
     "job": "ask something of a running job: status, save, stop, pause, set-lr and others",
     "generate": "continue a prompt with a trained model",
