@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -61,18 +62,22 @@ def encode(
 
 
 def decode(payload: Payload) -> Tensor:
-    """The float32 tensor that a payload stands for; shares the payload's memory if it is one."""
+    """The float32 tensor that a payload stands for; a float32 one may share its memory."""
     num_elements = 1
     for size in payload.shape:
         num_elements *= size
     if num_elements == 0:
         return torch.zeros(payload.shape)
+    data = payload.data
+    if data.readonly or numpy.frombuffer(data, numpy.uint8).ctypes.data % 4:
+        # A body in a file begins with a header of any length; numbers begin at whole places.
+        data = memoryview(bytearray(data))
     if payload.dtype != "int8":
-        flat = torch.frombuffer(payload.data, dtype=_TORCH[payload.dtype])
+        flat = torch.frombuffer(data, dtype=_TORCH[payload.dtype])
         return flat.to(torch.float32).reshape(payload.shape)
     num_blocks = -(-num_elements // INT8_BLOCK)
-    scales = torch.frombuffer(payload.data[: 4 * num_blocks], dtype=torch.float32)
-    values = torch.frombuffer(payload.data[4 * num_blocks :], dtype=torch.int8)
+    scales = torch.frombuffer(data[: 4 * num_blocks], dtype=torch.float32)
+    values = torch.frombuffer(data[4 * num_blocks :], dtype=torch.int8)
     return _restore(scales, values).reshape(payload.shape)
 
 

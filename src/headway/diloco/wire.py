@@ -126,8 +126,9 @@ class Reader:
     """Takes a body in chunks as they come; `finish` when there are no more.
 
     It has to hold exactly the tensors of `shapes`, in that order, all in one of `dtypes`. Once the
-    header is whole and right, `on_header` is called, which may still refuse; then `make_buffer` is
-    asked for the memory of the first tensor, and so on.
+    header is whole and right, `on_header` is called, which may still refuse; then memory is taken
+    for the first tensor, and so on. With a `sink` none is taken: it gets every byte of the body,
+    from the first one on, and `payloads` stays empty.
     """
 
     def __init__(
@@ -136,19 +137,18 @@ class Reader:
         *,
         dtypes: Sequence[str] = WIRE_DTYPES,
         on_header: Callable[[Header], None] | None = None,
-        make_buffer: Callable[[str, int], Any] | None = None,
+        sink: Callable[[bytes | memoryview], object] | None = None,
     ) -> None:
         self._shapes, self._dtypes = shapes, tuple(dtypes)
-        self._on_header = on_header
-        self._make_buffer = make_buffer or (lambda _, length: bytearray(length))
+        self._on_header, self._sink = on_header, sink
         names = sum(len(name.encode()) for name in shapes)
         # No honest header is longer: a name takes at most 6 bytes for each of its own.
         self._most_header = min(MOST_HEADER_BYTES, (64 << 10) + 6 * names + 640 * len(shapes))
         self._begun = bytearray()
         self.header: Header | None = None
         self._left: list[str] = []
-        self._view = memoryview(b"")
-        self._filled = 0
+        self._view: memoryview | None = None
+        self._length = self._filled = 0
         self._hasher = xxhash.xxh3_128()
         self.payloads: dict[str, Payload] = {}
 
@@ -163,6 +163,8 @@ class Reader:
                 return
             rest = bytes(self._begun[end:])
             self._read_header(bytes(self._begun[_PREFIX.size : end]))
+            if self._sink is not None:
+                self._sink(bytes(self._begun[:end]))
             self._begun = bytearray()
             self._fill(memoryview(rest))
             data = data[taken:]
@@ -173,7 +175,7 @@ class Reader:
         if self.header is None:
             raise WireError(400, "the body ends inside its header")
         if self._left:
-            raise WireError(400, f"the body ends before all of {self._left[0]!r} has come")
+            raise WireError(400, f"the body ends before all of {self._left[-1]!r} has come")
         return self.header
 
     # -- header ---------------------------------------------------------------------------------
@@ -211,7 +213,7 @@ class Reader:
         header = Header(said["meta"], digest, self._check_tensors(said["tensors"]))
         if self._on_header is not None:
             self._on_header(header)
-        self.header, self._left = header, list(header.tensors)
+        self.header, self._left = header, list(reversed(header.tensors))
         self._begin_tensor()
 
     def _check_tensors(self, said: Any) -> dict[str, tuple[str, tuple[int, ...], int, str]]:
@@ -243,14 +245,14 @@ class Reader:
     def _begin_tensor(self) -> None:
         assert self.header is not None
         while self._left:
-            name = self._left[0]
-            dtype, shape, length, _ = self.header.tensors[name]
-            data = memoryview(self._make_buffer(name, length)).cast("B")
-            assert data.nbytes == length
-            self.payloads[name] = Payload(dtype, shape, data)
-            self._view, self._filled = data, 0
+            name = self._left[-1]
+            dtype, shape, self._length, _ = self.header.tensors[name]
+            if self._sink is None:
+                self._view = memoryview(bytearray(self._length))
+                self.payloads[name] = Payload(dtype, shape, self._view)
+            self._filled = 0
             self._hasher.reset()
-            if length:
+            if self._length:
                 return
             self._end_tensor()
 
@@ -258,20 +260,43 @@ class Reader:
         while data.nbytes:
             if not self._left:
                 raise WireError(400, "the body goes on after its last tensor")
-            part = data[: self._view.nbytes - self._filled]
-            self._view[self._filled : self._filled + part.nbytes] = part
+            part = data[: self._length - self._filled]
+            if self._sink is not None:
+                self._sink(part)
+            elif self._view is not None:
+                self._view[self._filled : self._filled + part.nbytes] = part
             self._hasher.update(part)
             self._filled += part.nbytes
             data = data[part.nbytes :]
-            if self._filled == self._view.nbytes:
+            if self._filled == self._length:
                 self._end_tensor()
                 self._begin_tensor()
 
     def _end_tensor(self) -> None:
         assert self.header is not None
-        name = self._left.pop(0)
+        name = self._left.pop()
         if self._hasher.hexdigest() != self.header.tensors[name][3]:
             raise WireError(400, f"{name}: its bytes are not what its digest says")
+
+
+def slice_body(
+    body: memoryview, shapes: Mapping[str, tuple[int, ...]], *, verify: bool = False
+) -> tuple[Header, dict[str, Payload]]:
+    """Header and tensors of a whole body, which keep its memory; `verify` looks at the digests."""
+    reader = Reader(shapes)
+    if body.nbytes < _PREFIX.size:
+        raise WireError(400, "the body ends inside its header")
+    begin = _PREFIX.size + _PREFIX.unpack_from(body)[2]
+    reader.feed(body[:begin])
+    if reader.header is None or begin + reader.header.num_bytes != body.nbytes:
+        raise WireError(400, "the body has not the length that its header says")
+    payloads: dict[str, Payload] = {}
+    for name, (dtype, shape, length, digest) in reader.header.tensors.items():
+        payloads[name] = Payload(dtype, shape, body[begin : begin + length])
+        if verify and xxhash.xxh3_128_hexdigest(payloads[name].data) != digest:
+            raise WireError(400, f"{name}: its bytes are not what its digest says")
+        begin += length
+    return reader.header, payloads
 
 
 _TENSOR_KEYS = {"name", "dtype", "shape", "length", "digest"}

@@ -12,7 +12,16 @@ import xxhash
 
 from headway.diloco.compression import decode, encode
 from headway.diloco.specification import Entry, Specification, canonical_json
-from headway.diloco.wire import MAGIC, VERSION, Message, Payload, Reader, WireError, compose
+from headway.diloco.wire import (
+    MAGIC,
+    VERSION,
+    Message,
+    Payload,
+    Reader,
+    WireError,
+    compose,
+    slice_body,
+)
 from headway.errors import ConfigError
 from headway.testing import assert_no_import
 
@@ -122,24 +131,38 @@ def test_a_header_that_does_not_fit_is_refused(change, status: int, words: str) 
     assert (caught.value.status, words in caught.value.reason) == (status, True), caught.value
 
 
-def test_no_memory_is_taken_for_what_does_not_fit() -> None:
-    asked = []
-
-    def make_buffer(name: str, length: int) -> bytearray:
-        asked.append((name, length))
-        return bytearray(length)
-
+def test_nothing_is_taken_of_what_does_not_fit() -> None:
+    taken = []
     for change in (
         lambda h: h["tensors"][3].update(shape=[8]),
         lambda h: h["tensors"][3].update(length=1 << 40),
     ):
         with pytest.raises(WireError):
-            read(rewrite(change), make_buffer=make_buffer)
+            read(rewrite(change), sink=taken.append)
     with pytest.raises(WireError):
-        read(struct.pack("<4sHI", MAGIC, VERSION, 1 << 31), make_buffer=make_buffer)
-    assert not asked
-    read(body_of(make()[1]), make_buffer=make_buffer)
-    assert asked == [("a.weight", 60), ("b", 4), ("none", 0), ("c", 28)]
+        read(struct.pack("<4sHI", MAGIC, VERSION, 1 << 31), sink=taken.append)
+    assert not taken
+
+
+@pytest.mark.parametrize("size", [3, 1000])
+def test_a_sink_gets_the_whole_body_which_can_be_sliced_in_place(size: int) -> None:
+    tensors, message = make("bf16")
+    body = body_of(message)
+    taken: list[bytes] = []
+    reader = read(body, size, sink=lambda data: taken.append(bytes(data)))
+    assert b"".join(taken) == body and not reader.payloads
+    for whole in (memoryview(body), memoryview(bytearray(body))):
+        header, payloads = slice_body(whole, SHAPES, verify=True)
+        assert header == reader.header
+        for name, tensor in tensors.items():
+            assert torch.equal(decode(payloads[name]), tensor.bfloat16().float())
+    for wrong in (body[:-1], body + b"x", body[:9], b""):
+        with pytest.raises(WireError):
+            slice_body(memoryview(wrong), SHAPES)
+    damaged = bytearray(body)
+    damaged[-1] ^= 1
+    with pytest.raises(WireError, match="digest"):
+        slice_body(memoryview(damaged), SHAPES, verify=True)
 
 
 @pytest.mark.parametrize(
