@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from headway.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from headway.callbacks.control.trainer_control import TrainerControlCallback
     from headway.callbacks.evaluate.downstream_config import DownstreamEvaluatorCallbackConfig
     from headway.callbacks.evaluate.downstream_evaluator import DownstreamEvaluator
     from headway.callbacks.evaluate.evaluator import Evaluator
@@ -122,6 +123,7 @@ __all__ = [
     "TextgenCallback",
     "TimeLimitCallback",
     "TrackioCallback",
+    "TrainerControlCallback",
     "WandBCallback",
     "WebhookCallback",
     "WeightNormLogger",
@@ -145,6 +147,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     __all__,
     {
+        "control.trainer_control": ("TrainerControlCallback",),
         "evaluate.downstream_config": ("DownstreamEvaluatorCallbackConfig",),
         "evaluate.downstream_evaluator": ("DownstreamEvaluator",),
         "evaluate.evaluator": ("Evaluator",),

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from dataclasses import replace
+from typing import Any
 
 from headway.control.schema import BadRequest, Command, Receipt
 
@@ -66,6 +67,10 @@ class Inbox:
             self._waiting.clear()
             self.pending = False
             return taken
+
+    def take_messages(self) -> list[dict[str, Any]]:
+        """The same, as JSON can carry it to other ranks."""
+        return [command.to_dict() for command in self.take()]
 
     def wait_for_command(self, timeout_s: float) -> bool:
         """Sleep until a command waits (True) or the time is over."""

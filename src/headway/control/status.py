@@ -30,7 +30,7 @@ _MOST_DEPTH = 6
 
 
 class StatusBoard:
-    """One writer, many readers; a reader never waits for the writer, nor holds it up."""
+    """Few writers, many readers; a reader of the status waits for nobody, nor holds a writer up."""
 
     def __init__(self, job_id: str) -> None:
         self.job_id = job_id
@@ -57,7 +57,8 @@ class StatusBoard:
         phase = values.get("status", "training")
         assert phase in PHASES, phase
         changed = {key: json_safe(value) for key, value in values.items()}
-        self._status = {**self._status, **changed, "timestamp": time.time()}
+        with self._lock:
+            self._status = {**self._status, **changed, "timestamp": time.time()}
 
     def announce(self, kind: str, /, **values: Any) -> None:
         """Add an event to the stream."""
@@ -71,8 +72,9 @@ class StatusBoard:
         """Note something that a person should look at; the newest are kept."""
         incident = {"kind": kind, "message": message, "step": step, "timestamp": time.time()}
         incident = json_safe(incident)
-        kept = [*self._status["incidents"], incident][-_MOST_INCIDENTS:]
-        self.publish(status=self._status["status"], incidents=kept)
+        with self._lock:
+            kept = [*self._status["incidents"], incident][-_MOST_INCIDENTS:]
+            self._status = {**self._status, "incidents": kept, "timestamp": time.time()}
         self.announce("incident", **incident)
 
     def events_after(self, number: int) -> tuple[int, list[tuple[int, dict[str, Any]]]]:

@@ -172,6 +172,26 @@ class Bookkeeping:
         first = self._first_shared()
         return first is not None and first.ended
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is a result that could be taken now."""
+        return self.shared_is_due or bool(self._takeable())
+
+    def _takeable(self) -> list[Operation]:
+        """What this rank takes alone: of one name in the order of its beginning."""
+        behind: set[str] = set()
+        found = []
+        for operation in tuple(self._operations):
+            if operation.distributed and self._num_ranks > 1:
+                # A failure needs no agreement: it ends the run, which the others are told.
+                if operation.ended and operation.error is not None:
+                    found.append(operation)
+            elif operation.ended and operation.name not in behind:
+                found.append(operation)
+            else:
+                behind.add(operation.name)
+        return found
+
     def _first_shared(self) -> Operation | None:
         if self._num_ranks == 1:
             return None
@@ -182,16 +202,8 @@ class Bookkeeping:
         if not self._operations:
             return
         self._watch_times()
-        behind: set[str] = set()
-        for operation in tuple(self._operations):
-            if operation.distributed and self._num_ranks > 1:
-                # A failure needs no agreement: it ends the run, which the others are told.
-                if operation.ended and operation.error is not None:
-                    self._take(operation)
-            elif operation.ended and operation.name not in behind:
-                self._take(operation)
-            else:
-                behind.add(operation.name)
+        for operation in self._takeable():
+            self._take(operation)
 
     def deliver_shared(self) -> None:
         """Take the next operation of all ranks; every rank does so at this step."""

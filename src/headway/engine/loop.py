@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 (
     _LOG, _EVALUATE, _STOP, _ABORT, _ROLLBACK, _SKIP_DATA, _END_EPOCH, _SAVED, _DONE,
-    _INTERRUPT, _SIGINT, _SIGTERM, _CANCEL, _OPERATION,
-) = (1 << n for n in range(14))  # fmt: skip
+    _INTERRUPT, _SIGINT, _SIGTERM, _CANCEL, _OPERATION, _COMMAND,
+) = (1 << n for n in range(15))  # fmt: skip
 _BY_SIGNAL = {signal.SIGINT: _SIGINT, signal.SIGTERM: _SIGTERM}
 
 
@@ -74,6 +74,7 @@ class TrainingLoop:
     def run(self) -> None:
         """Train until the length is done or a stop is asked for."""
         self._start()
+        self.parts.commands.begin(self.parts.strategy.agree)
         if self._done:
             logger.warning(
                 "nothing to train: step %d is done and the run's length ends there",
@@ -92,6 +93,8 @@ class TrainingLoop:
             if isinstance(error, Exception):
                 self._rescue(error)
             raise
+        finally:
+            self.parts.commands.end()
 
     def close(self) -> None:
         """After the last save was announced: hand out what was recorded since the last flush."""
@@ -210,37 +213,84 @@ class TrainingLoop:
         p.bookkeeping.deliver()
         now = time.monotonic()
         seconds = self._clock.of_run(now)
-        wanted = self._take_flags()
+        wanted = self._take_flags() | self._take_news(now)
         if p.log_trigger.due(state, seconds):
             wanted |= _LOG
         if p.eval_trigger.due(state, seconds):
             wanted |= _EVALUATE
         if p.save_trigger.due(state, seconds):
             wanted |= REGULAR_SAVE
-        if self.signals.take_save_request():
-            wanted |= REGULAR_SAVE
-        wanted |= self._outside_bits() | self._length_bits(now)
-        if p.saves.finished:
-            wanted |= _SAVED
-        wanted |= _OPERATION * p.bookkeeping.shared_is_due
         wanted = p.strategy.agree(wanted)
         self._done = bool(wanted & _DONE)
-        if not wanted:
+        rolled_back = self._follow(wanted) if wanted else False
+        while p.commands.paused and not self.stopped:
+            rolled_back |= self._wait_paused()
+        if not rolled_back:
             self.delivery.collect()
-            return False
-        if wanted & (_SAVED | _OPERATION):
+        return rolled_back
+
+    def _take_news(self, now_s: float) -> int:
+        """What came from outside the step, or from work beside it."""
+        p, bits = self.parts, self._outside_bits() | self._length_bits(now_s)
+        if self.signals.take_save_request():
+            bits |= REGULAR_SAVE
+        if p.saves.finished:
+            bits |= _SAVED
+        bits |= _OPERATION * p.bookkeeping.shared_is_due
+        return bits | _COMMAND * p.commands.pending
+
+    def _follow(self, wanted: int) -> bool:
+        """Do what ranks agreed on, and what comes of it; returns whether the run went back."""
+        p = self.parts
+        if wanted & (_SAVED | _OPERATION | _COMMAND):
             if wanted & _SAVED:
                 p.deliver_save()
             if wanted & _OPERATION:
                 p.bookkeeping.deliver_shared()
-            wanted |= p.strategy.agree(self._take_flags())
+            if wanted & _COMMAND:
+                p.commands.deliver()
+            asked = self._take_flags()
+            if wanted & _COMMAND:  # one of them may have made the run longer, or shorter
+                asked |= self._length_bits(time.monotonic())
+            asked = p.strategy.agree(asked)
+            if wanted & _COMMAND:
+                self._done = bool(asked & _DONE)
+            wanted |= asked
         if wanted & _LOG:
             self._log()
             wanted |= p.strategy.agree(self._take_flags())  # what handlers of the log asked for
-        rolled_back = self._act(wanted)
-        if not rolled_back:
-            self.delivery.collect()
-        return rolled_back
+        return self._act(wanted)
+
+    def _wait_paused(self) -> bool:
+        """Wait for news of a run that is held, and follow them."""
+        p, began_s = self.parts, time.monotonic()
+        if p.strategy.before_apply is not None:  # a save may still read the state
+            p.strategy.before_apply()
+        with p.timing.aside():
+            p.timing.tell("pause", p.commands.hold)(self._has_news)
+        self._clock.leave_out(time.monotonic() - began_s)
+        p.bookkeeping.deliver()
+        wanted = p.strategy.agree(self._take_flags() | self._take_news(time.monotonic()))
+        needs_state = ANY_SAVE | _EVALUATE
+        if wanted & (needs_state | _ROLLBACK | _STOP | _INTERRUPT | _CANCEL):
+            try:
+                p.commands.bring_back()
+            except RuntimeError as error:
+                if wanted & ~needs_state:
+                    raise
+                logger.error("nothing is saved or evaluated in this pause: %s", error)
+                wanted &= ~needs_state
+        return self._follow(wanted)
+
+    def _has_news(self) -> bool:
+        """Whether something on this rank should not wait for the end of a pause."""
+        p = self.parts
+        return (
+            self.asked_to_end
+            or self.signals.save_requested
+            or p.saves.finished
+            or p.bookkeeping.has_ended
+        )
 
     def _settle(self) -> bool:
         """After all that was due: the event for it, and what its handlers ask for.

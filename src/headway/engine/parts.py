@@ -18,6 +18,7 @@ from headway.data.loader import WindowLoader
 from headway.dist.channel import RankChannel
 from headway.engine.bookkeeping import Bookkeeping
 from headway.engine.cancel import CancelRequests
+from headway.engine.commands import CommandRelay
 from headway.engine.events import EventBus
 from headway.engine.metrics import MetricBuffer
 from headway.engine.rollback import RollbackRequest
@@ -66,6 +67,7 @@ class LoopParts:
     cancel: CancelRequests
     bookkeeping: Bookkeeping
     timing: LoopTiming
+    commands: CommandRelay
     channel: RankChannel | None = None
     """On which ranks join metrics; None where there is one rank only."""
     checkpointed: bool = False

@@ -63,6 +63,11 @@ class SignalRequests:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._previous.clear()
 
+    @property
+    def save_requested(self) -> bool:
+        """Whether a save was asked for and not taken."""
+        return self._save_requested
+
     def take_save_request(self) -> bool:
         """Whether a save was asked for since the last call."""
         requested, self._save_requested = self._save_requested, False

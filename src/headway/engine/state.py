@@ -62,7 +62,12 @@ class TrainerState:
     trial_params: dict[str, Any] | None = None
     stateful_callbacks: list[Any] = field(default_factory=list)
     rate_factor: float = 1.0
-    """What rollbacks have multiplied the base learning rates by."""
+    """What rollbacks and commands have multiplied the base learning rates by."""
+    temporary_rate_factor: float = 1.0
+    """The part of it that a resume takes back."""
+    lengths: list[int] | None = None
+    """[planned, commanded] steps of a run whose length was changed while it ran. A resume with the
+    planned length goes on to the commanded one; another length in its arguments counts more."""
     seed: int | None = None
     """The seed in use, drawn or given; a resume goes on with it."""
     raw_epoch: int = 0

@@ -26,13 +26,25 @@ class LoopTiming:
         """How long the newest window of training data was waited for."""
         self.fetches_s = 0.0
         """The same of all windows."""
-        self.doing: str | None = None
-        """What the loop does right now that is no step: `evaluate`, `save`, `rollback`, or `close`
-        once there are no more steps."""
+        self._doing: str | None = None
+        self.on_change: Callable[[str | None], None] | None = None
+        """Called on the training thread when `doing` becomes another."""
         self.num_signs = 0
         """Of `note_progress`, so far."""
         self._aside_s = 0.0
         self._aside_since_s: float | None = None
+
+    @property
+    def doing(self) -> str | None:
+        """What the loop does right now that is no step: `evaluate`, `save`, `rollback`, `pause`,
+        `generate`, or `close` once there are no more steps."""
+        return self._doing
+
+    @doing.setter
+    def doing(self, what: str | None) -> None:
+        changes, self._doing = what != self._doing, what
+        if changes and self.on_change is not None:
+            self.on_change(what)
 
     @property
     def is_aside(self) -> bool:

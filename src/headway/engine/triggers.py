@@ -35,6 +35,11 @@ class Clock:
     def of_process(self, now_s: float) -> float:
         return 0.0 if self.stands else now_s - self.started_at_s
 
+    def leave_out(self, seconds: float) -> None:
+        """Have so many seconds not count as training; those of the process go on."""
+        if not self.stands:
+            self.earlier_s -= seconds
+
 
 def _how_far(state: TrainerState, seconds: float) -> dict[str, Any]:
     """How far a run is, in the units of a duration."""

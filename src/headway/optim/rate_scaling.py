@@ -40,15 +40,8 @@ def scale_rates(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
         group.update(rates_of_group)
     for part in parts:
         if isinstance(part, CurveLR):
-            _draw_again(part)
-
-
-def _draw_again(scheduler: CurveLR) -> None:
-    """A floor that was given as a rate is another part of another base."""
-    scheduler.lr_lambdas = [
-        spec.draw(float(base)) for spec, base in zip(scheduler.specs, scheduler.base_lrs)
-    ]
-    scheduler._set_rates(scheduler.get_lr())
+            # A floor that was given as a rate is another part of another base.
+            part.redraw(part.specs)
 
 
 def _set_rate(group: dict[str, Any], rate: Any) -> None:

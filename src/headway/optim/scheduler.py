@@ -93,6 +93,12 @@ class CurveLR(LambdaLR):
         self.rate_factor = factor
         self._set_rates(self.get_lr())
 
+    def redraw(self, specs: Sequence[ScheduleSpec]) -> None:
+        """From the next update on: the rates of these schedules, at the progress so far."""
+        self.specs = list(specs)
+        self.lr_lambdas = [spec.draw(float(base)) for spec, base in zip(self.specs, self.base_lrs)]
+        self._set_rates(self.get_lr())
+
     def state_dict(self) -> dict[str, Any]:
         """Where it is, and what schedule that was."""
         state = {key: getattr(self, key) for key in _STATE}

@@ -36,6 +36,14 @@ class RunPlan:
     expected_tokens: int | None = None
     """Tokens of the whole run: the budget, or what the expected steps come to."""
 
+    def change_length(self, max_steps: int, loader: WindowLoader) -> None:
+        """Have the run end after other steps than planned; only where it counts steps."""
+        self.max_steps = self.expected_steps = self.length.max_steps = max_steps
+        if self.expected_tokens is not None and self.tokens_per_step is not None:
+            self.expected_tokens = _count_tokens(
+                loader, max_steps, self.steps_per_epoch, self.tokens_per_step
+            )
+
     def describe(self, state: TrainerState, args: TrainingArguments) -> None:
         """Show the plan in the state, in the terms Hugging Face's callbacks read."""
         state.max_steps = self.expected_steps or 0

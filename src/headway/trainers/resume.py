@@ -152,6 +152,14 @@ def read_saved_seed(path: Path) -> int | None:
     return seed if isinstance(seed, int) else None
 
 
+def read_saved_lengths(path: Path) -> tuple[int, int] | None:
+    """The planned and the commanded length of the run that wrote a checkpoint, if they differ."""
+    found = read_json_object(path / "trainer_state.json").get("lengths")
+    if not isinstance(found, list) or [type(one) for one in found] != [int, int]:
+        return None
+    return found[0], found[1]
+
+
 def check_progress(saved: Mapping[str, Any], path: Path) -> None:
     """Refuse counters and a history that are none."""
     file = path / "trainer_state.json"

@@ -18,6 +18,7 @@ from headway.checkpoint.jsonfile import read_json_object
 from headway.checkpoint.model import collect_model
 from headway.checkpoint.optimizer import find_regrouped
 from headway.optim.in_force import InForce
+from headway.optim.rate_scaling import scale_rates
 from headway.trainers.overruled import Overruled, find_overruled, join_overruled
 from headway.trainers.resume import Found, find_older, make_report, wanted_components
 
@@ -54,6 +55,8 @@ def resume_run(
             seed = trainer.state.seed if "trainer" in wanted else None
             found = find_older(others, trainer.args, seed, error)
             logger.info("resuming from %s", found.path)
+    if {"optimizer", "scheduler"} & wanted:
+        _take_back_rates(trainer, float(loaded.trainer_state.get("temporary_rate_factor", 1.0)))
     in_force = InForce.read(trainer.optimizer, trainer.lr_scheduler)
     report = make_report(
         found,
@@ -76,6 +79,20 @@ def resume_run(
     _compare_steps(trainer, loaded.trainer_state.get("samples_per_step"), now)
     if trainer.env.rank == 0:
         report.write(trainer.args.output_dir)
+
+
+def _take_back_rates(trainer: Trainer, factor: float) -> None:
+    """Undo what was commanded for the run that saved alone."""
+    trainer.state.temporary_rate_factor = 1.0
+    if factor == 1.0 or trainer.optimizer is None:
+        return
+    trainer.state.rate_factor /= factor
+    scale_rates(trainer.optimizer, trainer.lr_scheduler, 1.0 / factor)
+    logger.info(
+        "the learning rates were multiplied by %g in the run that saved, until it ends; that is "
+        "undone",
+        factor,
+    )
 
 
 def _join(trainer: Trainer, own: list[Overruled]) -> list[Overruled]:

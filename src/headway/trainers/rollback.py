@@ -41,7 +41,10 @@ def roll_back(
     path = _find_target(saver.manager, ranks, request.before_step)
     position, step, factor = loader.state_dict(), state.global_step, state.rate_factor
     epoch, raw_epoch, in_epoch = state.epoch, state.raw_epoch, step - state.epoch_start_step
+    temporary, lengths = state.temporary_rate_factor, state.lengths
     loaded = saver.load(path)
+    # What was commanded meanwhile still holds.
+    state.temporary_rate_factor, state.lengths = temporary, lengths
     if request.skip_data:
         loader.load_state_dict(position)
         # Epochs are those of the data, and so go on where the data do.

@@ -48,6 +48,7 @@ from headway.trainers.resume import (
     check_progress,
     find_checkpoint,
     kept_components,
+    read_saved_lengths,
     read_saved_seed,
     require_parts,
     wanted_components,
@@ -143,6 +144,12 @@ class Saver:
         if found is None or "trainer" not in wanted_components(self._trainer.args):
             return None
         return read_saved_seed(found.path)
+
+    def saved_lengths(self, found: Found | None) -> tuple[int, int] | None:
+        """The planned and the commanded length, where the run was made longer while it ran."""
+        if found is None or "trainer" not in wanted_components(self._trainer.args):
+            return None
+        return read_saved_lengths(found.path)
 
     def attach(self, loader: WindowLoader) -> None:
         """Tell the saver whose position to keep."""

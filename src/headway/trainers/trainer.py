@@ -30,6 +30,7 @@ from headway.dist.seed import derive_seed, draw_seed, seed_all
 from headway.engine.bookkeeping import Bookkeeping
 from headway.engine.cached_memory import CachedMemory
 from headway.engine.cancel import CancelRequests
+from headway.engine.commands import CommandRelay
 from headway.engine.events import EventBus, TrainerCallback
 from headway.engine.examination import Examination
 from headway.engine.loop import TrainingLoop
@@ -72,11 +73,14 @@ from headway.trainers.registration import Registration
 from headway.trainers.requests import RunRequests
 from headway.trainers.resume import wanted_components
 from headway.trainers.saving import Saver
+from headway.trainers.steering import Steering
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer(Registration, Recording, RunRequests, Checkpointing, Evaluation, LearningRateFinding):
+class Trainer(
+    Registration, Recording, RunRequests, Steering, Checkpointing, Evaluation, LearningRateFinding
+):
     """Trains a model on one device; the classes derived from it choose another strategy.
 
     All arguments go by name. `args` may be a dict; `model` or `model_init` is needed. A list of
@@ -151,6 +155,7 @@ class Trainer(Registration, Recording, RunRequests, Checkpointing, Evaluation, L
         self.cancel = CancelRequests(self.state)
         self.bookkeeping = Bookkeeping(self.bus, self.env.world_size)
         self.timing = LoopTiming()
+        self.commands = CommandRelay(self.env.rank, self.env.world_size)
         self._channel: RankChannel | None = None
         self.strategy: Strategy | None = None
         self._all_ranks: Ranks | None = None
@@ -350,8 +355,10 @@ class Trainer(Registration, Recording, RunRequests, Checkpointing, Evaluation, L
         plan.describe(self.state, self.args)
         self.bus.kwargs.update(train_dataloader=loader, eval_dataloader=self._eval_loader)
         saver.attach(loader)
+        lengths = self._go_on_as_commanded(plan, saver.saved_lengths(found))
         if found is not None:
             saver.resume(found)
+        self.state.lengths = lengths
         self.bus.fire("on_init_end")
 
         def take_over_folder() -> None:
@@ -436,6 +443,7 @@ class Trainer(Registration, Recording, RunRequests, Checkpointing, Evaluation, L
             cancel=self.cancel,
             bookkeeping=self.bookkeeping,
             timing=self.timing,
+            commands=self.commands,
             channel=self._channel,
             checkpointed=saver.checkpointer is not None,
             relieve=CachedMemory(self.strategy.device, self.args.gc_threshold).relieve,

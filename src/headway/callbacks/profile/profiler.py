@@ -229,6 +229,16 @@ class ProfilerCallback(TrainerCallback):
 
     # The profiler
 
+    @property
+    def is_tracing(self) -> bool:
+        """Whether torch's profiler, of which a process can have one, is on."""
+        return self._profiler is not None
+
+    @property
+    def is_through(self) -> bool:
+        """Whether all that was asked for is traced, or this rank traces nothing."""
+        return self._profiler is None and self._opens_at is None
+
     def _open(self, steps_done: int) -> None:
         from torch import profiler
 

@@ -122,8 +122,10 @@ class TextgenCallback(TrainerCallback):
                 "file its tokenizer"
             )
         self._tensorboard.begin(args, state, trainer)
-        model, strategy = trainer.strategy.unwrap(), trainer.strategy
-        whole = not hasattr(strategy, "pipeline_generate")
+        self._prepare(trainer.strategy, processing_class)
+
+    def _prepare(self, strategy: Any, processing_class: Any) -> None:
+        model, whole = strategy.unwrap(), not hasattr(strategy, "pipeline_generate")
 
         def prepare() -> None:
             self._coder = Coder(processing_class)
@@ -133,6 +135,33 @@ class TextgenCallback(TrainerCallback):
             self._batches = self._make_batches(strategy, model, position_limit(model))
 
         on_all_ranks(prepare)
+
+    def sample_now(
+        self, trainer: Any, prompts: list[str] | None = None, max_new_tokens: int | None = None
+    ) -> list[dict[str, str]]:
+        """In a run, whatever the interval: continue other prompts, or these, and write that.
+
+        Every rank must call it, and gets the samples.
+        """
+        once = TextgenCallback(
+            prompts=prompts or self.prompts,
+            generation_config=self.generation_config,
+            max_new_tokens=max_new_tokens or self.max_new_tokens,
+            seed=self.seed,
+            batch_size=self.batch_size,
+        )
+        if max_new_tokens is not None:
+            once.generation_config.pop("max_new_tokens", None)
+        once._prepare(trainer.strategy, trainer.processing_class)
+        texts = once._draw(trainer.strategy)
+        samples = _pair(once.prompts, texts)
+
+        def emit() -> None:
+            if trainer.state.is_world_process_zero:
+                self._emit(trainer.args, trainer.state, samples)
+
+        on_all_ranks(emit)
+        return samples
 
     def on_load(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._start_step = state.global_step
@@ -197,11 +226,11 @@ class TextgenCallback(TrainerCallback):
         if last is not None and state.global_step < last + self._interval_steps:
             return
         self._last_step = state.global_step
-        texts = self._draw(trainer.strategy)
+        samples = _pair(self.prompts, self._draw(trainer.strategy))
 
         def emit() -> None:
             if state.is_world_process_zero:
-                self._emit(args, state, texts)
+                self._emit(args, state, samples)
 
         on_all_ranks(emit)
 
@@ -264,11 +293,7 @@ class TextgenCallback(TrainerCallback):
 
     # Writing
 
-    def _emit(self, args: Any, state: TrainerState, texts: list[str]) -> None:
-        samples = [
-            {"prompt": prompt, "text": text}
-            for prompt, text in zip(self.prompts, texts, strict=True)
-        ]
+    def _emit(self, args: Any, state: TrainerState, samples: list[dict[str, str]]) -> None:
         if self.writer is not None:
             if not self.writer.is_open:
                 self.writer.open(log_folder(args), self._start_step)
@@ -287,6 +312,10 @@ class TextgenCallback(TrainerCallback):
                 head = f"[step {state.global_step:,}, sample {number} of {len(lines)}]"
                 tqdm.write(f"{head} {_printable(line)}", file=sys.stderr)
             sys.stderr.flush()
+
+
+def _pair(prompts: list[str], texts: list[str]) -> list[dict[str, str]]:
+    return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def _printable(text: str) -> str:

@@ -1,0 +1,1 @@
+"""The callback that lets a run be steered from outside."""
