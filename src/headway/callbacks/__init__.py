@@ -8,6 +8,7 @@ from headway.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from headway.callbacks.control.trainer_control import TrainerControlCallback
+    from headway.callbacks.diloco.diloco_callback import DiLoCoCallback
     from headway.callbacks.evaluate.downstream_config import DownstreamEvaluatorCallbackConfig
     from headway.callbacks.evaluate.downstream_evaluator import DownstreamEvaluator
     from headway.callbacks.evaluate.evaluator import Evaluator
@@ -78,6 +79,7 @@ __all__ = [
     "ConfigSaverCallback",
     "ConsoleLoggerCallback",
     "DefaultMetrics",
+    "DiLoCoCallback",
     "DivergenceDetector",
     "DownstreamEvaluator",
     "DownstreamEvaluatorCallbackConfig",
@@ -148,6 +150,7 @@ __getattr__, __dir__ = lazy_exports(
     __all__,
     {
         "control.trainer_control": ("TrainerControlCallback",),
+        "diloco.diloco_callback": ("DiLoCoCallback",),
         "evaluate.downstream_config": ("DownstreamEvaluatorCallbackConfig",),
         "evaluate.downstream_evaluator": ("DownstreamEvaluator",),
         "evaluate.evaluator": ("Evaluator",),

@@ -1,8 +1,8 @@
 """Talking to a DiLoCo server: one request at a time, bodies streamed both ways, without torch.
 
 Owns: addresses, connections, deadlines of one request, and turning every way in which a request can
-fail into one of the kinds of faults.py. Does not own: when to ask again (flight.py, session.py), the
-format of bodies (wire.py).
+fail into one of the kinds of faults.py. Does not own: when to ask again (flight.py, session.py),
+the format of bodies (wire.py).
 
 Each request has a connection of its own: after a partition nothing is left of an old one.
 """

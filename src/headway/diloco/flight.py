@@ -88,6 +88,8 @@ class Flight:
         self._dylu, self._clock = dylu, clock
         self._tried = False
         """Whether the server may have the submission."""
+        self._missed = False
+        """Whether the round was over before it was handed in for the first time."""
         self._accepted_in: str | None = None
         """The session under which the server said that it has it."""
         self._thread: threading.Thread | None = None
@@ -176,24 +178,27 @@ class Flight:
             answer = self._ask(POLL_S)
             state = answer.get("state")
             if state == "committed":
-                break
-            if state == "reopened" or answer.get("submitted") is False:
+                return self._end(answer)
+            if not self._missed and (state == "reopened" or answer.get("submitted") is False):
                 self._accepted_in = None
-            elif self._clock() > deadline:
+            if self._clock() > deadline:
                 return Outcome(
                     "unsettled",
                     reason=f"round {self.round_id} did not end within {self._timeout_s:g} s",
                 )
-        return self._end(answer)
 
     def _ask(self, wait_s: float) -> dict[str, Any]:
         session = self._session
         assert session.session is not None
-        return session.client.ask_round(
-            self.round_id, self.fragment, session.worker_id, session.session, wait_s=wait_s
-        )
+        try:
+            return session.client.ask_round(
+                self.round_id, self.fragment, session.worker_id, session.session, wait_s=wait_s
+            )
+        except RoundOver as error:  # so long ago that the server does not know it any more
+            return {"state": "committed", "next_round_id": error.answer.get("round_id")}
 
     def _submit(self) -> Outcome | None:
+        """Hand it in; the end of the flight if there is no round left to wait for."""
         session, message = self._session, self._message
         used = session.session
         assert message is not None
@@ -212,10 +217,9 @@ class Flight:
                 fragment=self.fragment,
                 local_steps=self._local_steps,
             )
-        except RoundOver as error:
-            if not tried_before:
-                return self._end({"counted": False, "next_round_id": error.answer.get("round_id")})
-            return self._end(self._ask(0))
+        except RoundOver:
+            # Its parameters may not be there yet: the end of the round is waited for.
+            self._missed = not tried_before
         except (UnknownSession, *MISTAKES):
             raise
         except Refused as error:
@@ -228,7 +232,7 @@ class Flight:
     def _end(self, answer: Mapping[str, Any]) -> Outcome:
         """The round is over: with this submission, or without it."""
         current = str(answer.get("next_round_id") or "")
-        if answer.get("counted") is False:
+        if answer.get("counted") is False or self._missed:
             if current:
                 self._session.rounds[self.fragment] = current
             return Outcome("late", current or self._session.rounds[self.fragment])

@@ -1,0 +1,1 @@
+"""Callbacks for training across machines that are far apart."""
