@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from headway import TrainerCallback
+from headway import ConfigError, TrainerCallback
 from headway.callbacks import PreemptionCallback
 from headway.callbacks.guard import notices, preemption
 from headway.cli.train import exit_code
@@ -191,3 +192,40 @@ def test_a_server_that_is_away_is_told_once_and_costs_nothing(tmp_path: Path, ca
     _, output, _ = train(tmp_path, [watcher], max_steps=20)
     assert output.global_step == 20
     assert caplog.text.count("nobody can tell") == 1
+
+
+def test_a_server_that_talks_nonsense_is_asked_again(tmp_path: Path, caplog: Any) -> None:
+    answers = [b"nonsense\r\n\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\ncut",
+               b"HTTP/1.0 200 OK\r\n\r\nsoon"]  # fmt: skip
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve_each() -> None:
+            for answer in answers:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve_each, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        watcher = PreemptionCallback(
+            metadata_url=url, metadata_pattern="soon", poll_interval_s=0.001
+        )
+        _, output, _ = train(tmp_path, [watcher])
+        thread.join(10)
+    assert output.interrupted_by == "SIGTERM" and watcher.notice
+    assert caplog.text.count("nobody can tell") == 1 and "BadStatusLine" in caplog.text
+
+
+def test_a_file_in_what_is_no_folder_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    watcher = PreemptionCallback(file=str(tmp_path / "plain" / "notice"), poll_interval_s=0.001)
+    _, output, _ = train(tmp_path, [watcher], max_steps=3)
+    assert output.global_step == 3
+
+
+def test_a_file_that_cannot_be_looked_at_is_told_at_the_start(tmp_path: Path) -> None:
+    watcher = PreemptionCallback(file=str(tmp_path / ("x" * 300)))
+    with pytest.raises(ConfigError, match=r"PreemptionCallback: file: .*name too long"):
+        train(tmp_path, [watcher], max_steps=3)

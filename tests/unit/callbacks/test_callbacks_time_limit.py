@@ -112,3 +112,13 @@ def test_slurm_says_when_the_job_ends(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_run_that_saves_nothing_is_told(tmp_path: Path, caplog: Any) -> None:
     train(tmp_path, [TimeLimitCallback(3600)], save_strategy="no", max_steps=1)
     assert "save_strategy='no'" in caplog.text
+
+
+def test_too_little_time_for_any_step_is_told(tmp_path: Path, caplog: Any) -> None:
+    limit = TimeLimitCallback(600)
+    train(tmp_path, [limit], max_steps=1)
+    assert "stops at once" not in caplog.text
+    limit.load_state_dict({"longest_save_s": 400.0})
+    _, output = train(tmp_path / "again", [limit], max_steps=3)
+    assert output.global_step == 0 and output.interrupted_by == "stop_at"
+    assert "800 s are needed" in caplog.text and "stops at once" in caplog.text

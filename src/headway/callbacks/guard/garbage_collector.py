@@ -31,9 +31,10 @@ class GarbageCollectorCallback(TrainerCallback):
     def __init__(
         self, gc_interval: int = 1000, enabled: bool = True, *, full_every: int = 10
     ) -> None:
-        require_count("gc_interval", gc_interval, least=1)
-        require_count("full_every", full_every, least=1)
-        require_flag("enabled", enabled)
+        kind = type(self).__name__
+        require_count(f"{kind}: gc_interval", gc_interval, least=1)
+        require_count(f"{kind}: full_every", full_every, least=1)
+        require_flag(f"{kind}: enabled", enabled)
         self.gc_interval, self.full_every, self.enabled = gc_interval, full_every, enabled
         self._was_on: bool | None = None
         """Whether the collector was on before the run; None while it is not ours."""

@@ -34,9 +34,10 @@ class MonkeyPatcherCallback(TrainerCallback):
     """
 
     def __init__(self, enabled: bool | None = None, *, max_slices: int = 128) -> None:
+        kind = type(self).__name__
         if enabled is not None:
-            require_flag("enabled", enabled)
-        require_count("max_slices", max_slices, least=1)
+            require_flag(f"{kind}: enabled", enabled)
+        require_count(f"{kind}: max_slices", max_slices, least=1)
         self.enabled, self.max_slices = enabled, max_slices
         self.active = False
 

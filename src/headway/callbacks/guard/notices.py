@@ -46,7 +46,7 @@ class NoticeFile:
     def _stamp(self) -> int | None:
         try:
             return os.stat(self.path).st_mtime_ns
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
 

@@ -29,6 +29,7 @@ from headway.errors import ConfigError, unknown
 
 logger = logging.getLogger(__name__)
 
+_KIND = "PreemptionCallback"
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 
 
@@ -56,12 +57,12 @@ class PreemptionCallback(TrainerCallback):
     ) -> None:
         self.signals = _check_signals(signals)
         if file is not None:
-            require_name("file", file)
+            require_name(f"{_KIND}: file", file)
         if cloud is not None and cloud not in CLOUDS:
-            raise ConfigError(unknown("cloud", str(cloud), CLOUDS))
+            raise ConfigError(f"{_KIND}: " + unknown("cloud", str(cloud), CLOUDS))
         if cloud is not None and metadata_url is not None:
-            raise ConfigError("cloud and metadata_url: both given; allowed: one of them")
-        require_positive("poll_interval_s", poll_interval_s)
+            raise ConfigError(f"{_KIND}: cloud and metadata_url: both given; allowed: one of them")
+        require_positive(f"{_KIND}: poll_interval_s", poll_interval_s)
         self.file, self.cloud, self.poll_interval_s = file, cloud, poll_interval_s
         self._server = _make_server(cloud, metadata_url, metadata_headers, metadata_pattern)
         self.notice: str | None = None
@@ -78,7 +79,12 @@ class PreemptionCallback(TrainerCallback):
             logger.warning("PreemptionCallback: save_strategy='no', so it will stop without a save")
         sources: list[Source] = []
         if self.file is not None:
-            watched = NoticeFile(self.file)
+            try:
+                watched = NoticeFile(self.file)
+            except OSError as error:
+                raise ConfigError(
+                    f"{_KIND}: file: {self.file!r} given; it cannot be looked at ({error.strerror})"
+                ) from None
             if watched.was_there and state.is_world_process_zero:
                 logger.warning(
                     "PreemptionCallback: %s is there already; it counts once it is written anew",
@@ -116,11 +122,13 @@ class PreemptionCallback(TrainerCallback):
     def _look(self, source: Source) -> str | None:
         try:
             return source.look()
-        except OSError as error:
+        except Exception as error:  # whatever a server answers, the thread must live to ask again
             if not self._told_trouble:
                 self._told_trouble = True
                 logger.warning(
-                    "PreemptionCallback: nobody can tell whether there is a notice (%s); asking on",
+                    "PreemptionCallback: nobody can tell whether there is a notice (%s: %s); "
+                    "asking on",
+                    type(error).__name__,
                     error,
                 )
             return None
@@ -137,10 +145,12 @@ def _check_signals(given: Sequence[str] | None) -> list[str]:
     if given is None:
         given = ["SIGUSR2", *(["SIGUSR1"] if os.environ.get("SLURM_JOB_ID") else [])]
     if isinstance(given, str) or not isinstance(given, Sequence):
-        raise ConfigError(f"signals: {given!r} given; allowed: a list of {', '.join(SIGNALS)}")
+        raise ConfigError(
+            f"{_KIND}: signals: {given!r} given; allowed: a list of {', '.join(SIGNALS)}"
+        )
     for name in given:
         if name not in SIGNALS:
-            raise ConfigError("signals: " + unknown("signal", str(name), SIGNALS))
+            raise ConfigError(f"{_KIND}: signals: " + unknown("signal", str(name), SIGNALS))
     # A second SIGTERM ends a run at once, which stays as it is.
     return [name for name in dict.fromkeys(given) if name != "SIGTERM"]
 
@@ -154,19 +164,23 @@ def _make_server(
     if url is None:
         for option, value in (("metadata_headers", headers), ("metadata_pattern", pattern)):
             if value is not None:
-                raise ConfigError(f"{option}: {value!r} given; allowed: only with metadata_url")
+                raise ConfigError(
+                    f"{_KIND}: {option}: {value!r} given; allowed: only with metadata_url"
+                )
         return None if cloud is None else cloud_source(cloud)
     if headers is not None and not (
         isinstance(headers, Mapping)
         and all(isinstance(text, str) for pair in headers.items() for text in pair)
     ):
-        raise ConfigError(f"metadata_headers: {headers!r} given; allowed: names with texts")
+        raise ConfigError(
+            f"{_KIND}: metadata_headers: {headers!r} given; allowed: names with texts"
+        )
     import re
 
     try:
         re.compile(pattern or "")
     except (re.error, TypeError) as error:
         raise ConfigError(
-            f"metadata_pattern: {pattern!r} given; allowed: a regular expression ({error})"
+            f"{_KIND}: metadata_pattern: {pattern!r} given; allowed: a regular expression ({error})"
         ) from None
-    return NoticeURL(check_url("PreemptionCallback", "metadata_url", url), headers, pattern)
+    return NoticeURL(check_url(_KIND, "metadata_url", url), headers, pattern)

@@ -59,12 +59,13 @@ class ReplicaCheckCallback(TrainerCallback):
         optimizer_state: bool = False,
         max_recoveries: int = 3,
     ) -> None:
-        require_count("interval", interval, least=1)
-        require_flag("optimizer_state", optimizer_state)
-        require_count("max_recoveries", max_recoveries, least=1)
+        kind = type(self).__name__
+        require_count(f"{kind}: interval", interval, least=1)
+        require_flag(f"{kind}: optimizer_state", optimizer_state)
+        require_count(f"{kind}: max_recoveries", max_recoveries, least=1)
         self.interval, self.optimizer_state = interval, optimizer_state
         self.recovery = Recovery(
-            type(self).__name__,
+            kind,
             action,
             ACTIONS,
             max_rollbacks=max_recoveries,

@@ -39,18 +39,19 @@ class TimeLimitCallback(TrainerCallback):
     """
 
     def __init__(self, limit: Any, *, margin_s: float = 60.0, safety_factor: float = 2.0) -> None:
-        require_positive("margin_s", margin_s)
-        require_positive("safety_factor", safety_factor)
+        kind = type(self).__name__
+        require_positive(f"{kind}: margin_s", margin_s)
+        require_positive(f"{kind}: safety_factor", safety_factor)
         if safety_factor < 1:
             raise ConfigError(
-                f"safety_factor: {safety_factor!r} given; allowed: a number from 1 up"
+                f"{kind}: safety_factor: {safety_factor!r} given; allowed: a number from 1 up"
             )
         self.limit, self.margin_s, self.safety_factor = limit, margin_s, safety_factor
         self._made_at_s = time.monotonic()
-        self._limit_s = None if limit == SLURM else read_limit(limit)
+        self._limit_s = None if limit == SLURM else read_limit(limit, f"{kind}: limit")
         if self._limit_s is not None and self._limit_s <= margin_s:
             raise ConfigError(
-                f"limit: {limit!r} given; allowed: more than margin_s={margin_s:g} seconds"
+                f"{kind}: limit: {limit!r} given; allowed: more than margin_s={margin_s:g} seconds"
             )
         self.longest_save_s = 0.0
         self._steps_s: deque[float] = deque(maxlen=_NUM_STEPS)
@@ -75,6 +76,16 @@ class TimeLimitCallback(TrainerCallback):
             self._end_s = self._made_at_s + self._limit_s
         if not trainer.saves_at_end:
             logger.warning("TimeLimitCallback: save_strategy='no', so it will stop without a save")
+        left_s = self._end_s - time.monotonic()
+        if left_s <= self.needed_s:
+            logger.warning(
+                "TimeLimitCallback: %.0f s are left, and %.0f s are needed to end in time "
+                "(margin_s=%g, the longest save took %.0f s): the run stops at once",
+                max(0.0, left_s),
+                self.needed_s,
+                self.margin_s,
+                self.longest_save_s,
+            )
         self._set(trainer)
 
     def on_step_begin(self) -> None:
@@ -110,15 +121,15 @@ class TimeLimitCallback(TrainerCallback):
         self.longest_save_s = max(self.longest_save_s, float(state.get("longest_save_s") or 0.0))
 
 
-def read_limit(given: Any) -> float:
+def read_limit(given: Any, option: str = "limit") -> float:
     """A limit of time in seconds."""
     if isinstance(given, int | float) and not isinstance(given, bool):
-        require_positive("limit", given)
+        require_positive(option, given)
         return float(given)
     if isinstance(given, str) and (match := _CLOCK.fullmatch(given.strip())):
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-    problem = f"limit: {given!r} given; allowed: {_ALLOWED}"
+    problem = f"{option}: {given!r} given; allowed: {_ALLOWED}"
     if isinstance(given, str) and given.strip().lower() in (SLURM, "slrum", "slum"):
         problem += f"; did you mean {SLURM!r}?"
     if not isinstance(given, str | Duration):
