@@ -262,6 +262,7 @@ class _Supervisor:
         found = {number: signal.signal(number, self._on_stop) for number in stops}
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             found[number] = signal.signal(number, self._on_request)
+        found[signal.SIGXCPU] = signal.signal(signal.SIGXCPU, self._on_limit)
         try:
             yield
         finally:
@@ -276,6 +277,11 @@ class _Supervisor:
         # A lost terminal is a reason to save and stop as well; ranks know SIGTERM for that.
         self._stop = signal.Signals(signal.SIGTERM if number == signal.SIGHUP else number)
         self._pass_on_stop()
+
+    def _on_limit(self, number: int, frame: FrameType | None) -> None:
+        # It comes again with every second of processor time, which is no second request.
+        if self._stop is None:
+            self._on_stop(signal.SIGTERM, frame)
 
     def _on_request(self, number: int, frame: FrameType | None) -> None:
         # To one: all ranks save when one asks, and two that ask a step apart would save twice.
