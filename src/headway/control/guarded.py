@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from headway.control.listener import (
+    MOST_CONNECTIONS,
     PATIENCE_S,
     Bucket,
     Connections,
@@ -45,6 +46,7 @@ class GuardedServer:
 
     thread_name = "headway-http"
     requests_per_s, request_burst = REQUESTS_PER_S, REQUEST_BURST
+    most_connections = MOST_CONNECTIONS
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class GuardedServer:
         self._roles: dict[web.AbstractRoute, str] = {}
         self._bucket = Bucket(self.requests_per_s, self.request_burst)
         self._larger_bodies: dict[str, int] = {}
+        self._beginnings: list[Callable[[], Awaitable[None]]] = []
         self._endings: list[Callable[[], Awaitable[None]]] = []
         self._guard: Guard | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -98,6 +101,10 @@ class GuardedServer:
     def routes(self) -> tuple[tuple[str, str, Handler, str], ...]:
         """(method, path, handler, role) of every route; all of them once it has started."""
         return tuple(self._routes)
+
+    def add_beginning(self, begin: Callable[[], Awaitable[None]]) -> None:
+        """Something to be done in the server's thread before it answers its first request."""
+        self._beginnings.append(begin)
 
     def add_ending(self, end: Callable[[], Awaitable[None]]) -> None:
         """Something to be done in the server's thread when it has answered its last request."""
@@ -132,7 +139,9 @@ class GuardedServer:
 
         def run() -> None:
             try:
-                listener = Listener(listening, self._tls, self._larger_bodies)
+                listener = Listener(
+                    listening, self._tls, self._larger_bodies, self.most_connections
+                )
                 asyncio.run(self._serve(listener, ready))
             except BaseException as error:
                 failed.append(error)
@@ -198,6 +207,8 @@ class GuardedServer:
         await runner.setup()
         try:
             assert runner.server is not None
+            for begin in self._beginnings:
+                await begin()
             listener.start(runner.server)
             ready.set()
             await self._over.wait()

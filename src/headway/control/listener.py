@@ -119,8 +119,10 @@ class Listener:
         listening: socket.socket,
         tls: ssl.SSLContext | None = None,
         larger_bodies: Mapping[str, int] | None = None,
+        most_connections: int = MOST_CONNECTIONS,
     ) -> None:
         self.connections = Connections()
+        self._most = most_connections
         self._socket, self._tls, self._larger = listening, tls, larger_bodies
         self._tasks: list[asyncio.Task[None]] = []
         self._arriving: dict[asyncio.Task[None], None] = {}
@@ -143,7 +145,7 @@ class Listener:
                 await asyncio.sleep(_SWEEP_S)
                 continue
             try:
-                while not self.connections.make_room(MOST_CONNECTIONS - len(self._arriving)):
+                while not self.connections.make_room(self._most - len(self._arriving)):
                     await asyncio.sleep(_ROOM_S)
             except asyncio.CancelledError:
                 accepted.close()
@@ -173,7 +175,7 @@ class Listener:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
-            self.connections.sweep(PATIENCE_S, MOST_CONNECTIONS)
+            self.connections.sweep(PATIENCE_S, self._most)
 
     async def stop(self) -> None:
         """Take no more connections."""
@@ -181,6 +183,8 @@ class Listener:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._place is not None and self._place == _find_place(self._socket):
+            os.unlink(self._place[0])
         self._socket.close()
 
 
@@ -217,6 +221,17 @@ def bind_unix(path: str) -> socket.socket:
         listening.close()
         raise ConfigError(f"unix_socket={path!r}: cannot listen there: {error}") from None
     return listening
+
+
+def _find_place(listening: socket.socket) -> tuple[str, int] | None:
+    """A Unix socket's path, and what tells it from another that was put there since."""
+    if listening.family != socket.AF_UNIX:
+        return None
+    path = str(listening.getsockname())
+    try:
+        return path, os.lstat(path).st_ino
+    except OSError:
+        return None
 
 
 def _answers(path: str) -> bool:
