@@ -1,0 +1,251 @@
+"""A client against a small HTTP server that does as it is told, and through a bad network."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+
+from headway.diloco.backoff import Backoff
+from headway.diloco.client import DiLoCoClient, as_registration_fault, parse_address
+from headway.diloco.compression import decode, encode
+from headway.diloco.faults import (
+    IdTaken,
+    ModelMismatch,
+    NotAllowed,
+    Refused,
+    RoundOver,
+    UnknownSession,
+    Unreachable,
+    VersionMismatch,
+)
+from headway.diloco.wire import Message, compose
+from headway.errors import ConfigError
+from headway.testing.proxy import Fault, Proxy
+
+SHAPES = {"kite": (3, 50), "tail": (7,)}
+
+
+def make_message(seed: int = 0) -> Message:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {n: torch.randn(shape, generator=generator) for n, shape in SHAPES.items()}
+    return compose({"round_id": "r-3-00", "version": 3}, encode(tensors, "float32").payloads)
+
+
+class Told(ThreadingHTTPServer):
+    """Answers every request as `answer` says: status, body, and whether the body is read first."""
+
+    daemon_threads = True
+
+    def __init__(self, answer: Callable[[Any], tuple[int, bytes, bool]]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answer = answer
+        self.seen: list[tuple[str, str, dict[str, str], bytes]] = []
+        self.address = f"127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Told
+
+    def do_GET(self) -> None:
+        status, body, reads = self.server.answer(self)
+        length = int(self.headers.get("Content-Length", 0))
+        data = self.rfile.read(length) if reads else b""
+        self.server.seen.append((self.command, self.path, dict(self.headers), data))
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        self.wfile.flush()
+        if not reads:
+            self.connection.shutdown(socket.SHUT_WR)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def told() -> Iterator[Callable[..., Told]]:
+    servers: list[Told] = []
+
+    def make(status: int = 200, body: Any = None, reads: bool = True) -> Told:
+        text = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+        servers.append(Told(lambda _: (status, text, reads)))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+# Addresses
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port", "secure"),
+    [
+        ("kite.example:7650", "kite.example", 7650, False),
+        ("http://10.0.0.5:1/", "10.0.0.5", 1, False),
+        ("https://kite:65535", "kite", 65535, True),
+        ("[::1]:7650", "::1", 7650, False),
+    ],
+)
+def test_addresses_are_read(text: str, host: str, port: int, secure: bool) -> None:
+    address = parse_address(text)
+    assert (address.host, address.port, address.secure) == (host, port, secure)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "kite", "kite:", "kite:0", "kite:70000", "a b:1", "ftp://k:1"]
+)
+def test_what_is_no_address_is_a_mistake(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"server_addr: .*HOST:PORT"):
+        parse_address(text)
+
+
+# What goes out
+
+
+def test_a_submission_goes_out_whole_and_again_the_same(told: Any) -> None:
+    server, message = told(202, {"state": "accepted"}), make_message()
+    client = DiLoCoClient(server.address, "secret")
+    for _ in range(2):
+        client.submit(message, worker="a", session="s", round="r-1-00", fragment=0, local_steps=5)
+    (_, path, headers, body), (*_, again) = server.seen
+    assert body == again == b"".join(message.chunks())
+    assert f"digest={message.digest}" in path and "local_steps=5" in path
+    assert headers["Authorization"] == "Bearer secret" and headers["Headway-Diloco"] == "1"
+    assert client.sent_bytes == 2 * message.num_bytes
+
+
+def test_a_refusal_while_the_body_is_sent_is_understood(told: Any) -> None:
+    server = told(422, {"error": "its norm is too large", "reason": "norm"}, reads=False)
+    large = compose({}, encode({"w": torch.zeros(4 << 20)}, "float32").payloads)
+    with pytest.raises(Refused, match="its norm is too large") as caught:
+        DiLoCoClient(server.address).submit(large, worker="a")
+    assert caught.value.status == 422 and caught.value.answer["reason"] == "norm"
+
+
+# What comes back
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (401, NotAllowed),
+        (403, NotAllowed),
+        (404, UnknownSession),
+        (410, RoundOver),
+        (426, VersionMismatch),
+        (422, Refused),
+        (429, Unreachable),
+        (503, Unreachable),
+    ],
+)
+def test_refusals_are_told_apart(told: Any, status: int, kind: type) -> None:
+    server = told(status, {"error": "because", "reason": "why", "round_id": "r-9-00"})
+    with pytest.raises(kind, match=f"because \\({status}\\)") as caught:
+        DiLoCoClient(server.address).status()
+    assert type(caught.value) is kind
+    if isinstance(caught.value, Refused):
+        assert caught.value.answer["round_id"] == "r-9-00"
+
+
+def test_what_a_refused_registration_means() -> None:
+    assert isinstance(as_registration_fault(Refused(409, "taken")), IdTaken)
+    assert isinstance(as_registration_fault(Refused(422, "other shapes")), ModelMismatch)
+    assert "no DiLoCo server" in str(as_registration_fault(UnknownSession(404, "not found")))
+
+
+def test_parameters_come_back_bit_for_bit(told: Any) -> None:
+    message = make_message()
+    client = DiLoCoClient(told(200, b"".join(message.chunks())).address)
+    header, payloads = client.fetch(0, SHAPES)
+    assert header.meta["round_id"] == "r-3-00"
+    again = encode({n: decode(p) for n, p in payloads.items()}, "float32").payloads
+    assert [bytes(p.data) for p in again.values()] == [bytes(p.data) for p in message.payloads]
+    assert client.received_bytes == message.num_bytes
+
+
+def test_an_answer_that_is_no_object_is_no_answer(told: Any) -> None:
+    for body in (b"[1]", b"<html>", b""):
+        with pytest.raises(Unreachable, match="no JSON object"):
+            DiLoCoClient(told(200, body).address).status()
+
+
+# A bad network
+
+
+def test_nobody_there_is_told_by_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(Unreachable, match=f"127.0.0.1:{port} .*nothing listens"):
+        DiLoCoClient(f"127.0.0.1:{port}").status()
+    with pytest.raises(Unreachable, match=r"'kite.invalid' is no known host"):
+        DiLoCoClient("kite.invalid:7650").status()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("refuse"),
+        Fault("reset", "request", 10),
+        Fault("reset", "reply", 300),
+        Fault("truncate", "reply", 300),
+        Fault("corrupt", "reply", 600),
+        Fault("lose_reply"),
+    ],
+    ids=lambda fault: f"{fault.kind}-{fault.direction}",
+)
+def test_parameters_on_a_bad_network_are_unreachable_and_never_wrong(
+    told: Any, fault: Fault
+) -> None:
+    server = told(200, b"".join(make_message().chunks()))
+    with Proxy(server.address) as proxy:
+        proxy.next([fault])
+        client = DiLoCoClient(proxy.address)
+        with pytest.raises(Unreachable, match=proxy.address):
+            client.fetch(0, SHAPES)
+        assert client.fetch(0, SHAPES)[0].meta["round_id"] == "r-3-00"
+        assert (proxy.num_connections, proxy.num_faulted) == (2, 1)
+
+
+def test_a_partition_is_noticed_in_time_and_survived(told: Any) -> None:
+    with Proxy(told(200, {"ok": True}).address) as proxy:
+        client = DiLoCoClient(proxy.address, timeout_s=0.2)
+        with proxy.partitioned(), pytest.raises(Unreachable, match="no sign of it in time"):
+            client.status()
+        assert client.status() == {"ok": True}
+
+
+def test_a_duplicated_request_arrives_twice_and_is_answered_once(told: Any) -> None:
+    server, message = told(202, {"state": "accepted"}), make_message()
+    with Proxy(server.address) as proxy:
+        proxy.next([Fault("duplicate")])
+        assert DiLoCoClient(proxy.address).submit(message, worker="a")["state"] == "accepted"
+    assert [body for *_, body in server.seen] == [b"".join(message.chunks())] * 2
+
+
+# Pauses
+
+
+def test_pauses_double_up_to_a_limit_and_differ_between_workers() -> None:
+    calm, hasty = Backoff(2, 10, chance=lambda: 0.0), Backoff(2, 10, chance=lambda: 1.0)
+    assert [calm.take() for _ in range(4)] == [2, 4, 8, 10]
+    assert [hasty.take() for _ in range(4)] == [1.5, 3, 6, 7.5]
+
+
+def test_a_pause_ends_with_the_run() -> None:
+    stop = threading.Event()
+    stop.set()
+    assert Backoff(60, stop=stop).wait() is False
