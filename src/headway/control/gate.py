@@ -39,6 +39,11 @@ _REPEATABLE = frozenset(
     | {"forwarded", "pragma", "te", "via", "x-forwarded-for"}
 )
 """Of every other header there may be one: of two, somebody else would believe the other."""
+_DECIDING = frozenset(
+    {"authorization", "content-encoding", "content-length", "content-type", "host", "origin"}
+    | {"sec-fetch-site", "transfer-encoding"}
+)
+"""What an answer may name; anything else may be a secret in the wrong place."""
 _DROPPED = frozenset({"connection", "keep-alive", "proxy-connection", "upgrade"})
 
 
@@ -62,10 +67,13 @@ def split_head(head: bytes, larger: Mapping[str, int] | None = None) -> tuple[by
     for line in lines:
         name, value = _check_header(line)
         if name in seen and name not in _REPEATABLE:
-            raise BadRequest(400, f"the header {name} was sent twice")
+            shown = name if name in _DECIDING else "of one name"
+            raise BadRequest(400, f"the header {shown} was sent twice")
         seen[name] = value
         if name not in _DROPPED:
             kept.append(line)
+    if "host" not in seen:
+        raise BadRequest(421, "this server does not answer without a Host")
     if "transfer-encoding" in seen:
         raise BadRequest(411, "a body is sent with Content-Length, not with Transfer-Encoding")
     if "expect" in seen:
@@ -87,7 +95,7 @@ def _check_request_line(line: bytes) -> re.Match[bytes]:
     if found is None:
         raise BadRequest(400, "a request begins with METHOD /path HTTP/1.1")
     if found[1] not in (b"GET", b"POST"):
-        raise BadRequest(405, f"the method {found[1].decode()!r} is not used here")
+        raise BadRequest(405, "only GET and POST are used here")
     return found
 
 
@@ -155,6 +163,8 @@ class Gate(asyncio.Protocol):
     def _find_end(self, searched: int) -> int:
         """Where the head ends; -1: it goes on. One that can become nothing is refused at once."""
         end = self._received.find(b"\r\n\r\n", searched)
+        if not self._received[:1].isupper():
+            _check_request_line(b"")
         if end < 0 or end > MOST_HEAD_BYTES:
             line = self._received.find(b"\n", 0, MOST_LINE_BYTES + 2)
             if line >= 0:

@@ -124,6 +124,7 @@ class Listener:
         self.connections = Connections()
         self._most = most_connections
         self._socket, self._tls, self._larger = listening, tls, larger_bodies
+        self._place = _find_place(listening)
         self._tasks: list[asyncio.Task[None]] = []
         self._arriving: dict[asyncio.Task[None], None] = {}
         """Connections that are not there yet: with TLS, their handshake is under way."""
