@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_launch_arguments(parser)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Train; 0 when done or stopped by `stop_at`, 128 + signal when a signal stopped it."""
+def run(options: argparse.Namespace, amend: Callable[[RunConfig], None] | None = None) -> int:
+    """Train; 0 when done or stopped by `stop_at`, 128 + signal when a signal stopped it.
+
+    `amend` may change what the run file says, on every rank alike.
+    """
     if options.nproc is not None:
         return launch(options)
     refuse_without_nproc(options)
@@ -52,6 +56,8 @@ def run(options: argparse.Namespace) -> int:
 
     def load() -> tuple[RunConfig, dict[str, Any]]:
         run_config = load_run(options.config, options.overrides)
+        if amend is not None:
+            amend(run_config)
         return run_config, {"use_cpu": run_config.args.use_cpu, "device": run_config.args.device}
 
     return run_as_rank(load, lambda run_config: _run(options, run_config))
