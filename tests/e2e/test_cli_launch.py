@@ -123,7 +123,7 @@ def test_ranks_train_together_and_one_of_them_reports(folder: Path) -> None:
     code, out, err = train("--nproc", "2", "--json")
     assert code == 0, err
     assert json.loads(out)["steps"] == 8, "one report"
-    assert f"running: {sys.executable} -m torch.distributed.run --nproc-per-node 2" in err
+    assert f"running: {sys.executable} -m headway.cli.torchrun --nproc-per-node 2" in err
     assert "-m headway train run.yaml --json" in err
     assert err.count("step 8/8") == 1
     assert len(ranks_of(folder)) == 2

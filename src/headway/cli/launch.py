@@ -22,18 +22,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from headway.cli.launch_report import Launched
 from headway.cli.messages import say_error, write_line
-from headway.dist.exits import FOLDER_VARIABLE, RankEnd, attempt, read_ends, read_running
+from headway.dist.exits import (
+    COMMAND_NAME,
+    FOLDER_VARIABLE,
+    RankEnd,
+    attempt,
+    read_command,
+    read_ends,
+    read_running,
+)
 from headway.dist.processes import ProcessIdentity, look_at
 from headway.errors import ConfigError
 
 _OPTIONS = ("--nproc", "--nnodes", "--rdzv-endpoint", "--max-restarts")
-_BEFORE, _COMMAND = "checkpoints-before.json", "command.json"
+_BEFORE = "checkpoints-before.json"
 _TURN_S = 0.1
 # How long the other ranks may live after one has ended badly: a stopped one, any one.
 _STOPPED_LIMIT_S, _OTHERS_LIMIT_S = 2.0, 12.0
@@ -124,7 +133,7 @@ class Ranks:
             meeting = ["--nnodes", self.nnodes, "--rdzv-backend", "c10d", "--rdzv-id", "headway",
                        "--rdzv-endpoint", self.rdzv_endpoint]  # fmt: skip
         return [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.nproc),
+            sys.executable, "-m", "headway.cli.torchrun", "--nproc-per-node", str(self.nproc),
             *meeting, "--max-restarts", str(self.max_restarts), "-m", module, *words,
         ]  # fmt: skip
 
@@ -140,12 +149,16 @@ def launch(options: argparse.Namespace) -> int:
             f"--nproc: {ranks.nproc} given ({ranks.smallest_world} ranks), but trainer is "
             "'single', which runs on one; set trainer to ddp, fsdp2, pipeline or accelerate"
         )
+    launched = Launched(run_config, options.argv, ranks.smallest_world, time.time())
     words = strip_options(options.argv[1:])
     with tempfile.TemporaryDirectory(prefix="headway-launch-") as folder:
         before = [_digest(path) for path in _manifests(Path(run_config.args.output_dir))]
         Path(folder, _BEFORE).write_text(json.dumps(before))
-        Path(folder, _COMMAND).write_text(json.dumps(options.argv))
-        return supervise(ranks.command("headway", words), ranks.nproc, folder, options.quiet)
+        Path(folder, COMMAND_NAME).write_text(json.dumps(options.argv))
+        command = ranks.command("headway", words)
+        return supervise(
+            command, ranks.nproc, folder, options.quiet, on_failure=launched.report_failure
+        )
 
 
 def refuse_without_nproc(options: argparse.Namespace) -> None:
@@ -167,15 +180,20 @@ def supervise(
     folder: str,
     quiet: bool,
     variables: Mapping[str, str] | None = None,
+    on_failure: Callable[[Path, Collection[int]], Path | None] | None = None,
 ) -> int:
-    """Run torchrun to its end and return the ranks' own exit code."""
+    """Run torchrun to its end and return the ranks' own exit code.
+
+    `on_failure` gets the folder and the processes that were killed from here, once all have ended;
+    where to read about the failure is what it returns.
+    """
     if not quiet:
         write_line(f"running: {shlex.join(command)}")
     environ = {**os.environ, FOLDER_VARIABLE: folder, **(variables or {})}
     # As the console command has it: modules beside the user shadow nothing.
     environ["PYTHONSAFEPATH"] = "1"
     environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cpus() // nproc)))
-    return _Supervisor(command, environ, Path(folder)).run()
+    return _Supervisor(command, environ, Path(folder), on_failure).run()
 
 
 def choose_resume(given: bool | str | None, output_dir: str | Path) -> bool | str | None:
@@ -191,22 +209,14 @@ def choose_resume(given: bool | str | None, output_dir: str | Path) -> bool | st
     newest = find_latest_checkpoint(output_dir, kind="training")
     if newest is None:
         return given
-    before = _read_note(_BEFORE) or []
+    note = Path(os.environ.get(FOLDER_VARIABLE, ""), _BEFORE)
+    before = json.loads(note.read_text()) if note.is_file() else []
     return given if _digest(Path(newest, "checkpoint_manifest.json")) in before else True
 
 
 def users_command(argv: list[str]) -> list[str]:
     """The command line that the user gave: the launcher's where there is one, else this one."""
-    return _read_note(_COMMAND) or argv
-
-
-def _read_note(name: str) -> list[str] | None:
-    """What the launcher left for its ranks."""
-    path = Path(os.environ.get(FOLDER_VARIABLE, ""), name)
-    if not os.environ.get(FOLDER_VARIABLE) or not path.is_file():
-        return None
-    found: list[str] = json.loads(path.read_text())
-    return found
+    return read_command() or argv
 
 
 def strip_options(words: Sequence[str]) -> list[str]:
@@ -225,12 +235,20 @@ def strip_options(words: Sequence[str]) -> list[str]:
 class _Supervisor:
     """torchrun and the ranks under it, from start to end."""
 
-    def __init__(self, command: list[str], environ: Mapping[str, str], folder: Path) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        environ: Mapping[str, str],
+        folder: Path,
+        on_failure: Callable[[Path, Collection[int]], Path | None] | None = None,
+    ) -> None:
         self._command, self._environ, self._folder = command, environ, folder
+        self._on_failure = on_failure
         self._child: subprocess.Popen[bytes] | None = None
         self._stop: signal.Signals | None = None
         self._told: set[tuple[int, int]] = set()
         self._killed = False
+        self._ended: set[int] = set()
         self._lost: list[str] = []
         self._first_bad_end: tuple[int, float] | None = None
 
@@ -314,6 +332,7 @@ class _Supervisor:
             if number == bad[0].attempt:
                 limit_s = _STOPPED_LIMIT_S if look_at(process) == "stopped" else _OTHERS_LIMIT_S
                 if since_s > limit_s:
+                    self._ended.add(process.pid)
                     _kill(process)
 
     def _kill_all(self) -> None:
@@ -339,6 +358,9 @@ class _Supervisor:
                 how = signal.Signals(-code).name
                 told.insert(0, f"torchrun was ended by {how}, and with it its ranks")
             told += self._lost
+            where = self._on_failure(self._folder, self._ended) if self._on_failure else None
+            if where is not None:
+                write_line(f"what is known of the failure is in {where}")
             say_error([reason for reason in told if reason][:1] or ["a rank failed"])
         elif answer == 2 and all(end.victim for end in ends):
             # It was told on the machine of the rank that made the mistake.

@@ -70,7 +70,7 @@ def make_page(read: Run) -> str:
     """The report of a run as a page."""
     from headway.cli.charts import html_page, html_part
 
-    parts = [_STYLE, _table(_overview(read)), "<h2>Curves</h2>"]
+    parts = [_STYLE, _table(_overview(read)), _post_mortem(read), "<h2>Curves</h2>"]
     charts = _charts(read)
     parts += [html_part(chart, with_script=number == 0) for number, chart in enumerate(charts)]
     parts += ["<h2>Incidents</h2>", _incidents(read)]
@@ -126,6 +126,23 @@ def _charts(read: Run) -> list[Chart]:
             series = read_series(read, name)
             charts.append(Chart(name, AXES["step"], [Line(name, series.xs, series.ys)]))
     return charts
+
+
+def _post_mortem(read: Run) -> str:
+    """How the run failed, if it did and nothing has mended it since."""
+    from headway.engine.post_mortem import describe, read_report, render_text
+
+    report = read_report(read.folder)
+    if report is None:
+        return ""
+    try:
+        title, text = describe(report), render_text(report)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        return "<h2>Post-mortem</h2><p>post_mortem.json cannot be read.</p>"
+    return (
+        f"<h2>Post-mortem</h2><p><b>{escape(title)}</b></p>"
+        f"<details open><summary>post_mortem.txt</summary><pre>{escape(text)}</pre></details>"
+    )
 
 
 def _incidents(read: Run) -> str:

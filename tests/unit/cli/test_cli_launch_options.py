@@ -23,7 +23,7 @@ def test_the_launcher_s_options_are_taken_out_of_the_command() -> None:
 
 def test_the_command_is_torchrun_s() -> None:
     alone = Ranks(2).command("headway", ["train", "run.yaml"])
-    assert alone[1:] == ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
+    assert alone[1:] == ["-m", "headway.cli.torchrun", "--nproc-per-node", "2", "--standalone",
                          "--max-restarts", "0", "-m", "headway", "train", "run.yaml"]  # fmt: skip
     many = Ranks(8, "2:4", "first:29400", 3)
     assert many.find_problems() == [] and many.smallest_world == 16
