@@ -6,14 +6,19 @@ const PATIENCE_MS = 20000;
 /** The server answered, and said no. */
 export class Refused extends Error {
   constructor(status, answer) {
-    super(String(answer.error ?? `the server answered ${status}`));
+    super(String(answer?.error ?? `the server answered ${status}`));
     this.status = status;
-    this.answer = answer;
+    this.answer = answer ?? {};
   }
 }
 
 /** No answer, or none that is of use now; the same request may work later. */
-export class Unreachable extends Error {}
+export class Unreachable extends Error {
+  constructor(message, answered = false) {
+    super(message);
+    this.answered = answered;
+  }
+}
 
 let token = null;
 
@@ -66,7 +71,7 @@ async function ask(method, path, body) {
   }
   if (answer.ok) return value;
   if (answer.status >= 500 || answer.status === 429) {
-    throw new Unreachable(String(value.error ?? `the server answered ${answer.status}`));
+    throw new Unreachable(String(value?.error ?? `the server answered ${answer.status}`), true);
   }
   throw new Refused(answer.status, value);
 }

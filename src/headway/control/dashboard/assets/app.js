@@ -201,13 +201,14 @@ function showSilence(error, wait) {
   page.silentSince ??= Date.now() / 1000;
   const connection = byId("connection");
   connection.dataset.state = "silent";
-  setText(connection, "No answer");
+  setText(connection, error.answered ? "Server busy" : "No answer");
   const run = focused();
+  const what = error.answered ? `The server cannot answer (${error.message})` : "No answer from the server";
   const parts = [
-    `No answer from the server since ${clock(page.silentSince)}. Trying again every ${Math.round(wait / 1000)} s;`,
+    `${what} since ${clock(page.silentSince)}. Trying again every ${Math.round(wait / 1000)} s;`,
     "what is shown below is from before.",
   ];
-  if (page.session && !page.session.standalone && run) {
+  if (page.session && !page.session.standalone && run && !error.answered) {
     parts.push(
       "This page is served by the run itself and goes away when the run ends. To see it then:",
       `headway dashboard ${run.output_dir ?? "RUN_DIR"}`,

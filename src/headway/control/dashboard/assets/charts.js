@@ -8,6 +8,7 @@ import { loadPlotly, makeFigure } from "./figure.js";
 import { timeUnit, titleOf, usualKeys } from "./series.js";
 
 const MOST_POINTS = 1500;
+const MOST_KEYS = 64; // the server's limit for one question
 const KEY = "headway-charts";
 
 export class Charts {
@@ -86,13 +87,14 @@ export class Charts {
   async fetchKeys(run) {
     const version = `${run.step} ${run.updated_at}`;
     if (this.keysOf.get(run.id)?.version === version) return;
-    const { keys } = await get(runPath(run.id, "keys"));
-    this.keysOf.set(run.id, { version, keys: keys.map((key) => key.name) });
+    const { keys, complete } = await get(runPath(run.id, "keys"));
+    const names = keys.map((key) => key.name);
+    this.keysOf.set(run.id, { version: complete === false ? null : version, keys: names });
   }
 
   async fetchSeries(run) {
     const there = new Set(this.keysOf.get(run.id)?.keys ?? []);
-    const keys = this.shownKeys().filter((key) => there.has(key));
+    const keys = this.shownKeys().filter((key) => there.has(key)).slice(0, MOST_KEYS);
     if (!keys.length) return;
     const width = byId("charts").clientWidth || 800;
     const asked = new URLSearchParams({
@@ -110,9 +112,10 @@ export class Charts {
     const query = asked.toString();
     const version = `${query} ${run.step} ${run.updated_at}`;
     if (this.dataOf.get(run.id)?.version === version) return;
-    const { x, series } = await get(runPath(run.id, `series?${query}`));
+    const { x, series, complete } = await get(runPath(run.id, `series?${query}`));
     if (x === "time" && !this.range) this.startOf.set(run.id, firstDate(series));
-    this.dataOf.set(run.id, { version, x, series });
+    // A long log may still be being read; then the same question has another answer next time.
+    this.dataOf.set(run.id, { version: complete === false ? null : version, x, series });
   }
 
   // -- which metrics ---------------------------------------------------------------------------
@@ -290,7 +293,7 @@ export class Charts {
     if (!this.visible) return;
     const curves = this.runs
       .map((run) => ({ run, start: this.startFor(run), ...this.dataOf.get(run.id)?.series[card.key] }))
-      .filter((curve) => curve.x !== undefined);
+      .filter((curve) => curve.x?.length > 0);
     if (!curves.length) return;
     this.describe(card, curves);
     const Plotly = await loadPlotly();

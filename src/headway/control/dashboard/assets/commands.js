@@ -112,7 +112,7 @@ export class Commands {
     show(byId("ask-error"), false);
     byId("ask-fields").replaceChildren(...makeFields(kind));
     byId("ask").showModal();
-    (byId("ask-fields").querySelector("input, select, textarea") ?? send).focus();
+    (byId("ask-fields").querySelector("input:not([type=radio]), select, textarea") ?? send).focus();
   }
 
   async send() {

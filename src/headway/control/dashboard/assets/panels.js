@@ -42,8 +42,15 @@ export async function showConfig(run, runs) {
         row.hidden = !row.textContent.toLowerCase().includes(wanted);
       }
     });
+    const environment = Object.entries(answer.environment ?? {});
+    const more = environment.length
+      ? [
+          el("h2", {}, "Environment"),
+          table("Environment", [{ title: "What" }, { title: "Value" }], environment.map(([key, value]) => [key, el("span", { class: "code" }, format.plain(value))])),
+        ]
+      : [];
     if (answer.files?.length) parts.push(el("p", { class: "quiet path" }, `From ${answer.files.join(", ")}`));
-    return [...parts, filter, box];
+    return [...parts, filter, box, ...more];
   });
 }
 
@@ -101,7 +108,8 @@ function verifyButton(run, checkpoint, state) {
     try {
       const path = `checkpoints/${encodeURIComponent(checkpoint.name)}/verify`;
       const result = await post(runPath(run.id, path), {});
-      state.replaceChildren(pill(result.state ?? "unknown"), el("span", { class: "quiet" }, result.message ?? ""));
+      const said = [result.message, ...(result.problems ?? [])].filter(Boolean).join("; ");
+      state.replaceChildren(pill(result.state ?? "unknown"), el("span", { class: "quiet" }, said));
     } catch (error) {
       state.replaceChildren(pill("unknown"), el("span", { class: "quiet" }, error.message));
     }

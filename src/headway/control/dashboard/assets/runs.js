@@ -130,7 +130,8 @@ export function showOverview(run, status) {
   show(byId("run-note"), Boolean(note));
   setText(byId("run-note"), note ?? "");
   setAttr(byId("run-note"), "class", run.state === "failed" || run.state === "lost" ? "banner banner-bad" : "banner");
-  showTiles({ ...run.latest, ...(isLive(run) ? pickNumbers(status) : {}) });
+  const newest = isLive(run) ? { ...pickNumbers(status?.metrics), ...pickNumbers(status) } : {};
+  showTiles({ ...run.latest, ...newest });
   show(byId("incident-count"), run.incidents > 0);
   setText(byId("incident-count"), String(run.incidents ?? ""));
 }
