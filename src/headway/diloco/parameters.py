@@ -11,6 +11,7 @@ same order. Values travel as float32, which holds bfloat16 and float16 exactly.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,7 @@ class ParameterView:
         }
         told = ranks.exchange([_describe(name, t) for name, t in self._live.items()])
         self.specification = _specify(told)
-        """Every parameter of the model, sorted by name, frozen ones too; the same on all ranks."""
+        """Every parameter of the model in the order of names, frozen ones too; on all ranks alike."""
         self.shapes = self.specification.shapes
         """Of those that travel."""
         self._owners = {name: _find_owners(name, told) for name in self.shapes}
@@ -234,13 +235,18 @@ def _part_of(rank: int, tensor: Tensor) -> _Part:
 
 
 def _specify(told: Sequence[Sequence[Any]]) -> Specification:
-    """All that any rank holds, sorted by name."""
+    """All that any rank holds, sorted by name, numbers in names as numbers."""
     found = {
         name: Entry(tuple(shape), dtype, trainable)
         for of_rank in told
         for name, shape, dtype, trainable, _, _ in of_rank
     }
-    return Specification({name: found[name] for name in sorted(found)})
+    return Specification({name: found[name] for name in sorted(found, key=_natural)})
+
+
+def _natural(name: str) -> list[str | int]:
+    """Layer 10 comes after layer 9."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def _find_owners(name: str, told: Sequence[Sequence[Any]]) -> list[_Part]:

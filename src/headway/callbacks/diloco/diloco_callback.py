@@ -217,7 +217,7 @@ class DiLoCoCallback(TrainerCallback):
             ParameterView(strategy.unwrap(), ranks, lambda: _call(strategy.before_apply)),
             DiLoCoClient(
                 self.server_addr,
-                self._read_token(),
+                self._read_token(worker_id) if ranks.is_main else None,
                 tls_ca=self.tls_ca or None,
                 timeout_s=options.timeout,
             ),
@@ -229,18 +229,23 @@ class DiLoCoCallback(TrainerCallback):
             first_pause_s=self.first_retry_s,
         )
 
-    def _read_token(self) -> str | None:
-        if self.token_file:
-            try:
-                token = Path(self.token_file).read_text(encoding="utf-8").strip()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(
-                    f"DiLoCoCallback: token_file: {self.token_file!r} cannot be read: {error}"
-                ) from None
-            if not token:
-                raise ConfigError(f"DiLoCoCallback: token_file: {self.token_file!r} is empty")
-            return token
-        return choose(None, "DILOCO_TOKEN", "") or None
+    def _read_token(self, worker_id: str) -> str | None:
+        """This worker's own token, or the one of all."""
+        if not self.token_file:
+            return choose(None, "DILOCO_TOKEN", "") or None
+        from headway.diloco.credentials import read_tokens
+
+        try:
+            tokens = read_tokens(self.token_file)
+        except ConfigError as error:
+            raise ConfigError([f"DiLoCoCallback: {text}" for text in error.problems]) from None
+        found = tokens.workers.get(worker_id, tokens.join)
+        if found is None:
+            raise ConfigError(
+                f"DiLoCoCallback: token_file: {self.token_file!r} has a token neither for "
+                f"{worker_id!r} nor for all workers"
+            )
+        return found
 
     # -- checkpoints ------------------------------------------------------------------------
 
