@@ -6,6 +6,7 @@ server (control/), nor what is sent to it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -33,11 +34,15 @@ class Options:
     """A file for all that the process logs, from DEBUG on."""
     limited: bool = True
     """Whether the limits on connections and requests per second hold."""
+    patience_s: float | None = None
+    """How long a connection may take for its request; None: as long as in earnest."""
     num_descriptors: int | None = None
     torch: bool = False
     """Steps of a small model instead of steps in plain Python."""
     server: dict[str, Any] = field(default_factory=dict)
     """More arguments of `ControlServer`."""
+    output_dir: str | None = None
+    """A run's folder; with it, the dashboard is served as well."""
 
 
 class ControlledProcess:
@@ -57,6 +62,7 @@ class ControlledProcess:
         self.port: int | None = said["port"]
         self.unix_socket: str | None = said["unix_socket"]
         self.routes = [(method, path, role) for method, path, role in said["routes"]]
+        self.run_id: str | None = said["run_id"]
         self.tokens: dict[str, str] = said["tokens"]
 
     def _ask(self, value: Any) -> Any:
@@ -127,15 +133,20 @@ class ControlledProcess:
 # -- the process ---------------------------------------------------------------------------------
 
 
-def _lift_limits() -> None:
+def _change_limits(options: Options) -> None:
     from headway.control import guarded, listener
 
-    listener.ACCEPTS_PER_S = guarded.REQUESTS_PER_S = 1e9
+    if not options.limited:
+        listener.ACCEPTS_PER_S = guarded.GuardedServer.requests_per_s = 1e9
+    if options.patience_s is not None:
+        listener.PATIENCE_S = options.patience_s
 
 
 def _make_step(with_torch: bool) -> Callable[[], object]:
     if not with_torch:
-        return lambda: sum(i * i for i in range(20_000))
+        page = bytes(1 << 20)
+        # Work that lets other threads run, as that of tensors does, and some that does not.
+        return lambda: (hashlib.sha256(page).digest(), sum(range(10_000)))
     import torch
 
     torch.set_num_threads(1)
@@ -179,12 +190,13 @@ class _Run:
                 **options.server,
             },
         )
+        self.run_id = None if options.output_dir is None else self._mount(options.output_dir)
         self.server.start()
         self.registration.write_endpoint(
             self.server.host,
             self.server.port,
             self.server.unix_socket,
-            output_dir="out",
+            output_dir=options.output_dir or "out",
             logging_dir=None,
             run_name=None,
             version="1",
@@ -193,8 +205,16 @@ class _Run:
         self.taken: list[dict[str, Any]] = []
         self.num_steps = 0
 
+    def _mount(self, output_dir: str) -> str:
+        from headway.control.dashboard.mounted import mount
+        from headway.control.dashboard.shelf import run_id_of
+
+        mount(self.server, self.board, self.inbox, output_dir, None)
+        return run_id_of(Path(output_dir).absolute())
+
     def describe(self) -> dict[str, Any]:
         return {
+            "run_id": self.run_id,
             "port": self.server.port,
             "unix_socket": self.server.unix_socket,
             "routes": [(method, path, role) for method, path, _, role in self.server.routes],
@@ -277,8 +297,7 @@ def _main() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     if options.log is not None:
         logging.basicConfig(filename=options.log, level=logging.DEBUG)
-    if not options.limited:
-        _lift_limits()
+    _change_limits(options)
     run = _Run(options)
     print(json.dumps(run.describe()), flush=True)
     for line in sys.stdin:
