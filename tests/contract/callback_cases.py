@@ -162,6 +162,8 @@ CASES: dict[str, Case] = {
     "StepSkipRange": Case({"start": 100, "stop": 101}),
     "GarbageCollectorCallback": Case({"gc_interval": 1}, records=("garbage_collector/duration_s",)),
     "HangWatchdogCallback": Case({"limit_s": 600.0}),
+    # control
+    "TrainerControlCallback": Case({"port": 0}, package="aiohttp"),
     "MonkeyPatcherCallback": Case({"enabled": True}),
     "PreemptionCallback": Case({"file": "no-such-notice", "poll_interval_s": 0.1}),
     "ReplicaCheckCallback": Case({"interval": 1, "optimizer_state": True}, sparse={"interval": 9}),

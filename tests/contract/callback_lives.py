@@ -140,7 +140,7 @@ def component(name: str, url: str, folder: Path, **changes: Any) -> dict[str, An
 
 
 def group_of(name: str) -> str:
-    """The room of a callback: log, watch, profile, remote, guard, save, schedule or evaluate."""
+    """The room of a callback: log, watch, profile, remote, control, guard, save, schedule, evaluate."""
     return callback_classes()[name].__module__.split(".")[2]
 
 

@@ -53,4 +53,5 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("NETRC", str(folder / "netrc"))
         patch.setenv("COMET_CONFIG", str(folder / "comet.config"))
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+        patch.setenv("HEADWAY_JOBS_DIR", str(folder / "jobs"))
         yield folder

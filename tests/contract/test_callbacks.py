@@ -38,7 +38,7 @@ from headway.testing import assert_no_import, count_host_syncs, run_ranks
 from headway.trainers.from_config import build_callbacks, build_trainer
 
 NAMES = sorted(callback_classes())
-OBSERVING = ("log", "watch", "profile", "remote")
+OBSERVING = ("log", "watch", "profile", "remote", "control")
 DECIDING = ("guard", "save", "schedule", "evaluate")
 GROUPS = tuple(g for g in (*OBSERVING, *DECIDING) if any(group_of(n) == g for n in NAMES))
 OBSERVERS = [name for name in NAMES if group_of(name) in OBSERVING]

@@ -1,0 +1,272 @@
+"""Commands to a run of several ranks: every one takes effect after the same step on all of them.
+
+All strategies of one number of ranks share one start of the processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from headway import (
+    AccelTrainer,
+    AccelTrainingArguments,
+    DDPTrainer,
+    DDPTrainingArguments,
+    FSDP2Trainer,
+    FSDP2TrainingArguments,
+    PipelineTrainer,
+    PipelineTrainingArguments,
+    TrainerCallback,
+)
+from headway.callbacks import HangWatchdogCallback, TrainerControlCallback
+from headway.control.schema import parse_command
+from headway.data.tokenizer import ByteTokenizer
+from headway.dist import init_distributed
+from headway.testing import run_ranks, tiny_dataset, tiny_decoder
+
+STRATEGIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "ddp": (DDPTrainer, DDPTrainingArguments, {}),
+    "fsdp2": (FSDP2Trainer, FSDP2TrainingArguments, {}),
+    "pipeline": (
+        PipelineTrainer,
+        PipelineTrainingArguments,
+        {"pipe_schedule": "GPipe", "n_microbatches": 2},
+    ),
+    "accelerate": (AccelTrainer, AccelTrainingArguments, {}),
+}
+MAX_STEPS = 12
+# Step -> what is asked for while it is under way. The run is longer than planned in the end.
+SCRIPT: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    1: [("status", {}), ("resume", {})],
+    2: [("set_learning_rate", {"scale": 0.5})],
+    3: [("extend_max_steps", {"by": 4}), ("extend_max_steps", {"max_steps": 3})],
+    4: [("evaluate_now", {})],
+    5: [("save_checkpoint", {})],
+    6: [("generate_now", {"prompt": "the tide", "max_new_tokens": 3})],
+    7: [("set_log_level", {"level": "error"})],
+    8: [("pause", {"offload": True})],
+    9: [("profile_next_steps", {"num_steps": 1})],
+    10: [("set_learning_rate", {"value": 1e-5, "keep": False})],
+    13: [("save_and_stop", {})],
+}
+PAUSE_S = 0.5
+COLLECTIVE_LIMIT_S = 8.0
+
+
+class Script(TrainerCallback):
+    """Sends commands from rank 0 while a step is under way; sees on every rank what comes of it."""
+
+    priority = 100
+
+    def __init__(
+        self, script: Any, control: TrainerControlCallback, pause_s: float, kill: int | None = None
+    ) -> None:
+        self.script, self.control, self.pause_s, self.kill = script, control, pause_s, kill
+        self.sent: list[tuple[int, str]] = []
+        self.seen: list[Any] = []
+        """What must be the same on all ranks."""
+        self.held_s = 0.0
+
+    def on_train_begin(self, trainer: Any) -> None:
+        hold, seen = trainer.commands.hold, self.seen
+
+        def watched(has_news: Any) -> None:
+            if ("paused", trainer.state.global_step) not in seen:
+                seen.append(("paused", trainer.state.global_step))
+                threading.Timer(self.pause_s, self._end_pause, (trainer,)).start()
+            began_s = time.monotonic()
+            hold(has_news)
+            self.held_s += time.monotonic() - began_s
+
+        trainer.commands.hold = watched
+
+    def _end_pause(self, trainer: Any) -> None:
+        rank = trainer.env.rank
+        if self.kill is None and rank == 0:
+            self._send(trainer.state.global_step, "resume", {})
+        elif self.kill == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _send(self, step: int, name: str, data: dict[str, Any]) -> None:
+        assert self.control.inbox is not None
+        values = "-".join(str(value) for value in data.values() if not isinstance(value, str))
+        command_id = f"{step}-{name}-{values}"
+        self.control.inbox.submit(parse_command({"command": name, "data": data, "id": command_id}))
+        self.sent.append((step, command_id))
+
+    def on_gradients(self, state: Any, trainer: Any) -> None:
+        step = state.global_step + 1
+        if trainer.env.rank == 0:
+            for name, data in self.script.get(step, ()):
+                self._send(step, name, data)
+
+    def on_step_begin(self, state: Any, trainer: Any) -> None:
+        rate = trainer.optimizer.param_groups[0]["lr"]
+        level = logging.getLogger("headway").level
+        acts = self.control._acts
+        assert acts is not None
+        self.seen.append(
+            (state.global_step, rate, state.max_steps, level, len(acts.samples), acts.samples)
+        )
+
+    def on_evaluate(self, state: Any) -> None:
+        self.seen.append(("evaluated", state.global_step))
+
+    def on_save(self, step: int) -> None:
+        self.seen.append(("saved", step))
+
+
+def train(
+    folder: str, name: str, script: Any, pause_s: float = 0.2, kill: int | None = None
+) -> dict[str, Any]:
+    trainer_class, arguments_class, more = STRATEGIES[name]
+    control = TrainerControlCallback(job_id=Path(folder).name)
+    watched = Script(script, control, pause_s, kill)
+    hang = HangWatchdogCallback(limit_s=COLLECTIVE_LIMIT_S)
+    ranks, given = int(os.environ["WORLD_SIZE"]), {}
+    if name == "accelerate":
+        from accelerate import Accelerator
+
+        given["accelerator"] = Accelerator(cpu=True)
+    trainer = trainer_class(
+        args=arguments_class(
+            output_dir=folder, per_device_train_batch_size=2, per_device_eval_batch_size=2,
+            max_steps=MAX_STEPS, logging_steps=1, save_strategy="no", seed=0, use_cpu=True,
+            lr_scheduler_type="cosine", learning_rate=1e-3, **more,
+        ),
+        model_init=lambda: tiny_decoder(num_layers=ranks),
+        train_dataset=tiny_dataset(64, sequence_length=8),
+        eval_dataset=tiny_dataset(8, sequence_length=8, seed=1),
+        processing_class=ByteTokenizer(),
+        callbacks=[control, watched, hang],
+        **given,
+        default_callbacks=False,
+    )  # fmt: skip
+    step = trainer.train().global_step
+    receipts = {}
+    if control.inbox is not None:
+        for _, command_id in watched.sent:
+            found = control.inbox.receipt(command_id)
+            assert found is not None
+            receipts[command_id] = (found.state, found.step, found.message)
+    return {
+        "step": step,
+        "outcome": trainer.state.outcome,
+        "seen": watched.seen,
+        "held_s": watched.held_s,
+        "receipts": receipts,
+        "alarms": hang.alarms,
+        "disabled": trainer.bus.disabled,
+        "factors": (trainer.state.rate_factor, trainer.state.temporary_rate_factor),
+        "lengths": trainer.state.lengths,
+        "serves": control.inbox is not None,
+    }
+
+
+def steer(folder: str, names: list[str]) -> dict[str, Any]:
+    init_distributed(use_cpu=True)
+    facts = {name: train(f"{folder}/{name}", name, SCRIPT, PAUSE_S) for name in names}
+    if "accelerate" in names:
+        stop, abort = {2: [("graceful_stop", {})]}, {2: [("abort", {})]}
+        facts["stop"] = train(f"{folder}/stop", "ddp", stop)
+        facts["abort"] = train(f"{folder}/abort", "ddp", abort)
+        pause = {1: [("pause", {})]}
+        facts["signal"] = train(f"{folder}/signal", "ddp", pause, kill=1)
+    return facts
+
+
+def pause_long(folder: str) -> dict[str, Any]:
+    # Ranks meet in the pause's own agreements too: all of them have this limit.
+    init_distributed(use_cpu=True, timeout_s=COLLECTIVE_LIMIT_S)
+    return train(folder, "ddp", {1: [("pause", {})]}, COLLECTIVE_LIMIT_S + 1.5)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    pytest.importorskip("accelerate")
+    folder = tmp_path_factory.mktemp("two")
+    env = {"HEADWAY_JOBS_DIR": str(folder / "jobs")}
+    return run_ranks(steer, 2, str(folder), list(STRATEGIES), timeout_s=200, backend=None, env=env)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("four")
+    env = {"HEADWAY_JOBS_DIR": str(folder / "jobs")}
+    names = ["fsdp2", "pipeline"]
+    return run_ranks(steer, 4, str(folder), names, timeout_s=200, backend=None, env=env)
+
+
+def check(ranks: list[dict[str, Any]], name: str) -> None:
+    facts = [rank[name] for rank in ranks]
+    first = facts[0]
+    for other in facts[1:]:
+        for key in ("step", "outcome", "seen", "factors", "lengths"):
+            assert other[key] == first[key], key
+        assert not other["serves"]
+    assert (first["step"], first["outcome"]) == (13, "stopped")
+    for fact in facts:
+        assert fact["disabled"] == {} and fact["alarms"] == []
+    # Others may come to the pause after the rank whose clock counts.
+    assert first["held_s"] >= PAUSE_S * 0.9
+    seen = first["seen"]
+    assert [entry for entry in seen if entry[0] == "evaluated"] == [("evaluated", 4)]
+    assert [entry for entry in seen if entry[0] == "paused"] == [("paused", 8)]
+    saves = [entry for entry in seen if entry[0] == "saved"]
+    assert saves == [("saved", 5), ("saved", 13)]
+    by_step = {entry[0]: entry[1:] for entry in seen if isinstance(entry[0], int)}
+    # The beginning of a step has what was done after the one before.
+    assert by_step[2][1] == 12 and by_step[3][1] == 16
+    assert by_step[6][4][0]["prompt"] == "the tide" and by_step[5][3] == 0
+    assert by_step[6][2] != logging.ERROR and by_step[7][2] == logging.ERROR
+    assert by_step[10][0] == pytest.approx(1e-5)
+    assert first["lengths"] == [12, 16]
+    total, temporary = first["factors"]
+    assert total == pytest.approx(0.5 * temporary) and temporary != 1.0
+    states = {key: value[:2] for key, value in first["receipts"].items()}
+    refused = {key for key, (state, _) in states.items() if state == "refused"}
+    assert refused == {"1-resume-", "3-extend_max_steps-3"}
+    assert all(state == "applied" for key, (state, _) in states.items() if key not in refused)
+    assert all(step == int(key.partition("-")[0]) for key, (_, step) in states.items())
+    assert len(states) == sum(map(len, SCRIPT.values())) + 1
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_command_takes_effect_after_the_same_step_on_two_ranks(two: Any, name: str) -> None:
+    check(two, name)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "pipeline"])
+def test_every_command_takes_effect_after_the_same_step_on_four_ranks(four: Any, name: str) -> None:
+    check(four, name)
+
+
+def test_a_pause_longer_than_the_limit_of_a_collective_trips_nothing(tmp_path: Path) -> None:
+    env = {"HEADWAY_JOBS_DIR": str(tmp_path / "jobs"), "HEADWAY_WAITING_AFTER_S": "2"}
+    folder = str(tmp_path / "long")
+    for rank in run_ranks(pause_long, 2, folder, timeout_s=100, backend=None, env=env):
+        assert rank["held_s"] > COLLECTIVE_LIMIT_S
+        assert (rank["step"], rank["outcome"]) == (MAX_STEPS, "completed")
+        assert rank["alarms"] == []
+
+
+@pytest.mark.parametrize(("name", "outcome"), [("stop", "stopped"), ("abort", "aborted")])
+def test_ends_by_command_come_after_one_step(two: Any, name: str, outcome: str) -> None:
+    assert [(rank[name]["step"], rank[name]["outcome"]) for rank in two] == [(2, outcome)] * 2
+
+
+def test_a_signal_to_any_rank_ends_a_paused_run_with_a_save(two: Any) -> None:
+    for rank in two:
+        facts = rank["signal"]
+        assert (facts["step"], facts["outcome"]) == (1, "interrupted")
+        assert facts["seen"].count(("paused", 1)) == 1
