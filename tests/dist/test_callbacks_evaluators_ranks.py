@@ -146,6 +146,48 @@ MAKERS = {
 }
 
 
+class Figures(Evaluator):
+    """Fails on one rank while it computes: `before` its join, `after` it, or joins `alone`."""
+
+    def __init__(self, name: str, rank: int, fails: str = "never") -> None:
+        ids = torch.zeros(1, 8, dtype=torch.long)
+        super().__init__(name, [{"input_ids": ids, "labels": ids}] * 3)
+        self.fails = fails if rank else "never"
+
+    def reset_metrics(self) -> None:
+        self.num_batches = 0
+
+    def update_metrics(self, batch: Any, scores: Any) -> None:
+        self.num_batches += 1
+
+    def compute_metrics(self, join: Any) -> dict[str, float]:
+        if self.fails == "before":
+            raise ValueError("no figures")
+        total = float(join(torch.tensor(float(self.num_batches))))
+        if self.fails == "after":
+            raise ValueError("no figures")
+        if self.fails == "alone":
+            join(torch.ones(()))
+        return {"batches": total}
+
+
+def compute_on_rank(folder: str) -> dict[str, Any]:
+    rank = init_distributed(use_cpu=True).rank
+    found = {}
+    for fails in ("before", "after", "alone"):
+        evaluators = [Figures("some", rank, fails), Figures("rest", rank)]
+        callbacks = [EvaluatorCallback(evaluators, 1, evaluator_errors="skip")]
+        found[fails] = train(folder, fails, ddp, callbacks)
+    return found
+
+
+def test_figures_that_fail_on_one_rank_are_left_out_on_all(tmp_path: Path) -> None:
+    for found in run_ranks(compute_on_rank, 2, str(tmp_path), timeout_s=60):
+        assert found["before"] == found["after"] == {"eval/rest/batches": 3.0}
+        assert "evaluator 'some'" in found["alone"]["error"]
+        assert "same joins" in found["alone"]["error"]
+
+
 def on_rank(folder: str, names: list[str], fails: bool) -> dict[str, Any]:
     rank = init_distributed(use_cpu=True).rank
     found = {name: train(folder, name, MAKERS[name], configs(folder)) for name in names}

@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.callbacks.evaluate.evaluator import Evaluator
 from headway.callbacks.evaluate.scoring import Scorer
@@ -25,9 +25,13 @@ from headway.callbacks.watch.sharing import num_ranks, on_all_ranks
 from headway.config.duration import Duration
 from headway.errors import ConfigError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Fetch = Callable[[], Any]
 
 _FAILED, _HAS_MORE, _AT_END, _ASKED, _LATE, _TIME_UP = (1 << n for n in range(6))
+_JOINS, _COMPUTED = _HAS_MORE, _AT_END  # the same question, of joins in place of batches
 
 
 class LostForward(RuntimeError):
@@ -182,8 +186,45 @@ class Pass:
             self._on_batch(num_rounds)
         if num_batches == 0:
             raise ConfigError(f"evaluator {self._evaluator.title!r}: its data yields no batch")
-        metrics = self._evaluator.compute_metrics(lambda own: self._strategy.reduce(own, "sum"))
+        metrics = self._compute()
         return PassResult(metrics, num_batches, time.monotonic() - began_s)
+
+    def _compute(self) -> dict[str, float]:
+        """The figures, on all ranks or on none.
+
+        Every rank says before a join that it comes to one, and at the end that it is through: a
+        rank that fails says that instead, where the others would wait for it.
+        """
+        agrees = True
+
+        def settle(own: int) -> None:
+            nonlocal agrees
+            agrees = False
+            agreed: int = self._strategy.agree(own)
+            if agreed & _FAILED:
+                on_all_ranks(self._raise)
+            if agreed & _JOINS and agreed & _COMPUTED:
+                raise ConfigError(
+                    f"evaluator {self._evaluator.title!r}: compute_metrics joins different numbers "
+                    "of tensors on different ranks; every rank must make the same joins"
+                )
+
+        def join(own: Tensor) -> Tensor:
+            nonlocal agrees
+            settle(_JOINS)
+            total: Tensor = self._strategy.reduce(own, "sum")
+            agrees = True
+            return total
+
+        try:
+            metrics = self._evaluator.compute_metrics(join)
+            settle(_COMPUTED)
+        except Exception as error:
+            if agrees:  # the others do not know of it yet
+                self._failure = error
+                settle(_FAILED)
+            raise
+        return metrics
 
     def _take(self, turn: Turn, batch: Any, *, speaks: bool) -> None:
         try:
