@@ -36,7 +36,7 @@ from headway.checkpoint.manifest import (
 )
 from headway.checkpoint.nodes import find_common, require_same
 from headway.checkpoint.owner import new_nonce
-from headway.checkpoint.pins import is_pinned
+from headway.checkpoint.pins import Keepers, is_pinned
 from headway.checkpoint.publication import inherit_lifetime, publish
 from headway.checkpoint.ranks import Ranks, SoloRanks
 from headway.checkpoint.replication import check_contents
@@ -105,7 +105,7 @@ class CheckpointManager:
         self._storage = storage or open_storage(output_dir)
         self.output_dir = self._storage.root if is_url(output_dir) else Path(output_dir).absolute()
         """The run directory; for an address, the local working directory of its storage."""
-        self.pinned: set[str] = set()
+        self.pinned = Keepers()
         """Directory names that retention leaves alone for as long as this object lives; a pin
         that lasts is `pins.pin`."""
         self._greater_is_better = greater_is_better

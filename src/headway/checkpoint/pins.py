@@ -1,7 +1,8 @@
 """Pins: a checkpoint that somebody asked to keep, noted in the checkpoint itself.
 
 Owns: the marker file inside a checkpoint's directory. It is no part of the manifest, so pinning
-changes nothing that was committed, and it travels with the directory.
+changes nothing that was committed, and it travels with the directory. Also who keeps which
+checkpoint for the time of a run, without a marker.
 Does not own: what a pin protects from (retention.py).
 """
 
@@ -15,6 +16,26 @@ from headway.checkpoint.manifest import read_manifest
 from headway.checkpoint.storage import is_url, open_storage
 
 PIN_NAME = ".pinned"
+
+
+class Keepers:
+    """Names of checkpoints that stay while anybody keeps them, in this process alone."""
+
+    def __init__(self) -> None:
+        self._owners: dict[str, set[str]] = {}
+
+    def add(self, name: str, owner: str = "") -> None:
+        self._owners.setdefault(name, set()).add(owner)
+
+    def discard(self, name: str, owner: str = "") -> None:
+        """`owner` no longer keeps it; others may."""
+        owners = self._owners.get(name, set())
+        owners.discard(owner)
+        if not owners:
+            self._owners.pop(name, None)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._owners
 
 
 def is_pinned(path: str | Path) -> bool:

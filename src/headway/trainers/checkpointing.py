@@ -161,23 +161,25 @@ class Checkpointing:
         read_manifest(best_checkpoint)
         manager = self._manager()
         if self.state.best_model_checkpoint is not None:
-            manager.pinned.discard(Path(self.state.best_model_checkpoint).name)
+            manager.pinned.discard(Path(self.state.best_model_checkpoint).name, "best")
         self.state.best_model_checkpoint = str(best_checkpoint)
         if Path(best_checkpoint).absolute().parent == manager.output_dir:
-            manager.pinned.add(Path(best_checkpoint).name)
+            manager.pinned.add(Path(best_checkpoint).name, "best")
 
-    def keep_checkpoint(self, path: str) -> None:
-        """Retention leaves a checkpoint of `output_dir` alone until it is released, or the process
-        ends; to be called on all ranks alike. A name will do for the path."""
-        self._manager().pinned.add(Path(path).name)
+    def keep_checkpoint(self, path: str, owner: str = "") -> None:
+        """Retention leaves a checkpoint of `output_dir` alone until every `owner` who keeps it has
+        released it, or the process ends; to be called on all ranks alike. A name will do for the
+        path."""
+        self._manager().pinned.add(Path(path).name, owner)
 
-    def release_checkpoint(self, path: str) -> None:
-        """Give a checkpoint back to retention, unless it is the best one."""
+    def release_checkpoint(self, path: str, owner: str = "") -> None:
+        """`owner` no longer keeps a checkpoint: retention may have it, unless it is the best one or
+        somebody else keeps it."""
         name = Path(path).name
         if self.state.best_model_checkpoint is None or (
             Path(self.state.best_model_checkpoint).name != name
         ):
-            self._manager().pinned.discard(name)
+            self._manager().pinned.discard(name, owner)
 
     def resolve_checkpoint_path(self, checkpoint_path: str | None) -> str | None:
         """The checkpoint that is meant, the newest good one without a path; None if there is none.
