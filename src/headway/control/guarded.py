@@ -144,6 +144,8 @@ class GuardedServer:
                 )
                 asyncio.run(self._serve(listener, ready))
             except BaseException as error:
+                if ready.is_set():
+                    logger.exception("the server has ended by an error")
                 failed.append(error)
                 listening.close()
                 ready.set()
@@ -213,11 +215,13 @@ class GuardedServer:
             ready.set()
             await self._over.wait()
         finally:
-            await listener.stop()
-            listener.connections.close()
-            await runner.cleanup()
-            for end in self._endings:
-                await end()
+            try:
+                await listener.stop()
+                listener.connections.close()
+                await runner.cleanup()
+            finally:
+                for end in self._endings:
+                    await end()
 
     def _make_check(self, connections: Connections) -> Any:
         """What every request passes first, also one for a route that is not there."""

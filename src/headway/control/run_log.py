@@ -59,12 +59,15 @@ def find_records(text: str) -> Iterator[dict[str, Any] | None]:
 
 def number_of(value: Any) -> float | None:
     """A recorded value as a number: NaN is written as text, and lists hold a value per rank."""
+    if isinstance(value, float):  # almost all of them
+        return value
+    if isinstance(value, str):
+        return float(value) if value.lower().lstrip("-") in ("nan", "inf") else None
     if isinstance(value, list):
         numbers = [n for n in map(number_of, value) if n is not None]
-        return max(numbers, default=None)
-    if isinstance(value, str) and value.lower().lstrip("-") in ("nan", "inf"):
-        return float(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+        # Of numbers among which is NaN, the largest depends on their order.
+        return next((n for n in numbers if math.isnan(n)), max(numbers, default=None))
+    if isinstance(value, bool) or not isinstance(value, int):
         return None
     try:
         return float(value)
@@ -76,8 +79,12 @@ def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
     """The figures of a record that make curves; none for one that only says what happened."""
     if record.get("type") in _NOT_MEASURED:
         return {}
-    numbers = {k: number_of(v) for k, v in record.items() if k not in _NOT_METRICS}
-    return {key: number for key, number in numbers.items() if number is not None}
+    numbers: dict[str, float] = {}
+    for key, value in record.items():
+        number = value if value.__class__ is float else number_of(value)
+        if number is not None and key not in _NOT_METRICS:
+            numbers[key] = number
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -150,7 +157,11 @@ class IncidentFinder:
             yield "rollback", f"rolled back to {source}"
         if record.get("skipped_steps"):
             yield "withheld", f"{record['skipped_steps']} steps withheld, not finite"
-        strange = [k for k, v in record.items() if not math.isfinite(number_of(v) or 0.0)]
+        strange = [
+            key
+            for key, value in record.items()
+            if value.__class__ is not int and not math.isfinite(number_of(value) or 0.0)
+        ]
         if strange:
             yield "not_finite", f"not finite: {', '.join(strange)}"
 

@@ -94,10 +94,10 @@ class Answers:
         if not 1 <= len(ids) <= _MOST_DIFFED:
             raise BadRequest(400, f"runs: give 1 to {_MOST_DIFFED} ids of runs, with commas")
         runs = [self._shelf.get(run_id) for run_id in ids]
-        flat = [dict(flatten(run.shown_config())) for run in runs]
+        flat = [_flat(run.shown_config()) for run in runs]
         rows = []
         for key in sorted({key for one in flat for key in one}):
-            values = [_plain(one.get(key, ABSENT)) for one in flat]
+            values = [one.get(key, ABSENT) for one in flat]
             if key not in CIRCUMSTANTIAL and any(value != values[0] for value in values):
                 rows.append({"key": key, "values": values})
         return {"runs": ids, "rows": rows}
@@ -161,9 +161,10 @@ class Answers:
 
     def _config(self, run: Run, query: Query) -> Any:
         _read_query(query, ())
+        config, environment = run.shown_config(), run.environment()
         return {
-            "config": {key: _plain(value) for key, value in flatten(run.shown_config())},
-            "environment": {key: _plain(value) for key, value in flatten(run.environment())},
+            "config": _flat(config),
+            "environment": _flat(environment),
             "files": run.config_files(),
         }
 
@@ -248,6 +249,10 @@ def _numbers(xs: Floats) -> list[float] | list[int]:
     if all(number.is_integer() for number in numbers):
         return [int(number) for number in numbers]
     return numbers
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: _plain(value) for key, value in flatten(config) if config}
 
 
 def _plain(value: Any) -> Any:

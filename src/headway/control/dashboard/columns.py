@@ -7,12 +7,11 @@ Does not own: reading (tail.py), what is sent (answers.py).
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Mapping
 
 import numpy as np
 
-from headway.control.dashboard.decimation import Floats, Indexes, choose_points
+from headway.control.dashboard.decimation import Floats, choose_points
 from headway.control.run_log import Place
 
 AXES = ("step", "tokens", "time")
@@ -29,25 +28,19 @@ class Column:
     def __init__(self) -> None:
         self.num_recorded = 0
         """How many points there were before thinning."""
-        self._arrays = [array("d") for _ in range(4)]
-        self._in_order = True
+        self._rows: Floats = np.empty((0, len(AXES) + 1))
+        self._new: list[tuple[float, float, float, float]] = []
 
     def __len__(self) -> int:
-        return len(self._arrays[0])
+        return len(self._rows) + len(self._new)
 
-    def append(self, place: Place, value: float) -> None:
-        steps = self._arrays[0]
-        if steps and place.step <= steps[-1]:
-            self._in_order = False
-        tokens = math.nan if place.tokens is None else place.tokens
-        for column, number in zip(self._arrays, (place.step, tokens, place.seconds, value)):
-            column.append(number)
-        self.num_recorded += 1
+    def append(self, step: float, tokens: float, seconds: float, value: float) -> None:
+        self._new.append((step, tokens, seconds, value))
 
     def points(self, axis: str) -> tuple[Floats, Floats]:
         """The places on an axis, which do not decrease, and the values."""
-        self.order()
-        xs, ys = self._read(AXES.index(axis)), self._read(3)
+        self.settle()
+        xs, ys = self._rows[:, AXES.index(axis)], self._rows[:, -1]
         known = np.isfinite(xs)
         if not known.all():
             xs, ys = xs[known], ys[known]
@@ -57,46 +50,38 @@ class Column:
         return xs, ys
 
     def first_and_last_step(self) -> tuple[float, float]:
-        self.order()
-        return self._arrays[0][0], self._arrays[0][-1]
+        self.settle()
+        return float(self._rows[0, 0]), float(self._rows[-1, 0])
 
     def cut(self, step: float) -> None:
         """Drop what comes after a step."""
-        self.order()
-        steps = self._read(0)
-        count = int(np.searchsorted(steps, step, side="right"))
-        if count < len(steps):
-            self._keep(np.arange(count, dtype=np.int64))
+        self.settle()
+        count = int(np.searchsorted(self._rows[:, 0], step, side="right"))
+        if count < len(self._rows):
+            self._rows = self._rows[:count].copy()
             self.num_recorded = count
 
     def thin(self, most: int) -> None:
-        """Keep about half of so many points; the extremes stay."""
-        self.order()
-        if len(self) > most:
-            self._keep(choose_points(self._read(0), self._read(3), most // 2))
+        """Where there are more than so many points, keep half of that; the extremes stay."""
+        self.settle()
+        if len(self._rows) > most:
+            self._rows = self._rows[choose_points(self._rows[:, 0], self._rows[:, -1], most // 2)]
 
-    def order(self) -> None:
-        """Sort by step; of two records of one step the later one stays."""
-        if self._in_order:
+    def settle(self) -> None:
+        """Put what is new into its order: of two records of one step the later one stays."""
+        if not self._new:
             return
-        steps = self._read(0)
-        by_step = np.argsort(steps, kind="stable")
-        ordered = steps[by_step]
-        last_of_each = np.append(ordered[1:] != ordered[:-1], True)
-        kept = by_step[last_of_each]
-        self.num_recorded -= len(steps) - len(kept)
-        self._keep(kept)
-        self._in_order = True
-
-    def _read(self, number: int) -> Floats:
-        # A copy: an array whose memory is lent out cannot grow.
-        return np.array(self._arrays[number], dtype=np.float64)
-
-    def _keep(self, chosen: Indexes) -> None:
-        for number in range(len(self._arrays)):
-            kept = array("d")
-            kept.frombytes(self._read(number)[chosen].tobytes())
-            self._arrays[number] = kept
+        rows = np.concatenate([self._rows, np.array(self._new)])
+        self.num_recorded += len(self._new)
+        self._new = []
+        steps = rows[:, 0]
+        if (steps[1:] <= steps[:-1]).any():
+            by_step = np.argsort(steps, kind="stable")
+            ordered = steps[by_step]
+            kept = by_step[np.append(ordered[1:] != ordered[:-1], True)]
+            self.num_recorded -= len(rows) - len(kept)
+            rows = rows[kept]
+        self._rows = rows
 
 
 class Columns:
@@ -107,15 +92,14 @@ class Columns:
         self._most_points = _MOST_POINTS
 
     def add(self, place: Place, metrics: Mapping[str, float]) -> None:
+        tokens = math.nan if place.tokens is None else place.tokens
         for name, value in metrics.items():
             column = self._columns.get(name)
             if column is None:
                 if len(self._columns) >= _MOST_METRICS:
                     continue
                 column = self._columns[name] = Column()
-            column.append(place, value)
-            if len(column) > self._most_points:
-                column.thin(self._most_points)
+            column.append(place.step, tokens, place.seconds, value)
 
     def cut(self, step: float) -> None:
         """The run goes on from this step: what came after did not happen."""
@@ -124,12 +108,12 @@ class Columns:
 
     def limit(self) -> None:
         """Keep the whole within bounds; to be called after every piece of a log."""
-        while (
-            sum(map(len, self._columns.values())) > _MOST_POINTS_IN_ALL
-            and self._most_points > _LEAST_POINTS
-        ):
+        columns = self._columns.values()
+        for column in columns:
+            column.thin(self._most_points)
+        while sum(map(len, columns)) > _MOST_POINTS_IN_ALL and self._most_points > _LEAST_POINTS:
             self._most_points //= 2
-            for column in self._columns.values():
+            for column in columns:
                 column.thin(self._most_points)
 
     def names(self) -> list[str]:
