@@ -41,7 +41,8 @@ class Rules:
     minimum: int = 1
     mode: str = "sync"
     num_fragments: int = 1
-    sync_every: int = 500
+    sync_every: int | None = None
+    """None: every worker's own."""
     dylu: bool = False
     deadline_s: float = 600.0
     """From a round's first submission until it goes on with those that are there."""
@@ -212,7 +213,7 @@ class RoundBook:
     def recommend(self, worker: Worker) -> int:
         """Steps until its next submission: with DyLU, as many as it does while the fastest does
         all of them."""
-        base = self.rules.sync_every
+        base = self.rules.sync_every or worker.sync_every
         speeds = [w.steps_per_s for w in self.workers.values() if w.steps_per_s]
         if not self.rules.dylu or not worker.steps_per_s:
             return base
@@ -385,10 +386,15 @@ class RoundBook:
                 raise self._over(fragment)
             waits = worker and self._key(worker.id, round_id) in place.submissions
             state = "open" if self.rules.mode == "async" and waits else "committed"
+        counted = None
+        if worker is not None and state == "committed":
+            number = self.passed[fragment][round_id]
+            counted = self.applied[fragment].get(worker.id, [None])[0] == number
         deadline_at = None if place.first_at is None else place.first_at + self.rules.deadline_s
         return {
             "state": state,
             "next_round_id": place.id if state == "committed" else None,
+            "counted": counted,
             "num_submitted": len(place.submissions),
             "submitted": worker is not None and self._key(worker.id, round_id) in place.submissions,
             "expected": self.rules.expected,
