@@ -390,3 +390,19 @@ def test_a_rollback_needs_whole_checkpoints(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"action='rollback'.*checkpoint_components=\['model'"):
         trainer.train()
+
+
+def test_what_one_guard_lets_go_another_still_keeps(tmp_path: Path) -> None:
+    def run(**arguments: Any) -> NaNGuardCallback:
+        quick = DivergenceDetector(action="rollback", every_step=True, warmup=0)
+        slow = NaNGuardCallback("rollback", parameter_interval=100)
+        tiny_trainer(
+            tmp_path, [quick, slow], num_samples=64, save_strategy="steps", save_steps=2,
+            save_total_limit=1, save_async=False, **arguments,
+        ).train()  # fmt: skip
+        return slow
+
+    run(max_steps=4)
+    slow = run(max_steps=10)
+    assert slow.recovery.good == (4, "checkpoint-4"), "no later one is known to be sound"
+    assert 4 in steps_on_disk(tmp_path) and 6 not in steps_on_disk(tmp_path)

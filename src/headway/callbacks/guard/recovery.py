@@ -48,6 +48,7 @@ class Recovery:
             raise ConfigError(f"{owner}: " + unknown("skip_batches", str(skip_batches), SKIPS))
         _check_factor(owner, learning_rate_factor)
         self.owner, self.action = owner, action
+        self._keeper = f"{owner} {id(self)}"
         self.max_rollbacks, self.skip_batches = max_rollbacks, skip_batches
         self.learning_rate_factor = learning_rate_factor
         self.num_rollbacks = 0
@@ -69,7 +70,7 @@ class Recovery:
         """A run begins: refuse what cannot work, and protect the good checkpoint again."""
         self.pending = False
         if self.good is not None:
-            trainer.keep_checkpoint(self.good[1])
+            trainer.keep_checkpoint(self.good[1], self._keeper)
         if self.action != "rollback":
             return
         parts = args.checkpoint_components
@@ -107,9 +108,9 @@ class Recovery:
         while self._saves and self._saves[0][0] <= step:
             newest = self._saves.pop(0)
             if self.good is not None and self.good[1] != newest[1]:
-                trainer.release_checkpoint(self.good[1])
+                trainer.release_checkpoint(self.good[1], self._keeper)
             self.good = newest
-            trainer.keep_checkpoint(newest[1])
+            trainer.keep_checkpoint(newest[1], self._keeper)
 
     def note_load(self, state: TrainerState, trainer: Any, path: str) -> None:
         """The run goes on from a checkpoint, which stays until it is known whether it is good; what
@@ -117,10 +118,10 @@ class Recovery:
         self.pending = False
         step = state.global_step
         if any(save[0] > step and save[1] == self._held for save in self._saves):
-            trainer.release_checkpoint(self._held)
+            trainer.release_checkpoint(self._held, self._keeper)
         self._saves = [save for save in self._saves if save[0] <= step]
         if self.good is not None and self.good[0] > step:
-            trainer.release_checkpoint(self.good[1])
+            trainer.release_checkpoint(self.good[1], self._keeper)
             self.good = None
         own = Path(path).absolute().parent == Path(trainer.args.output_dir).absolute()
         if own and trainer.args.load_components is None:  # else the step is not the checkpoint's
@@ -128,7 +129,7 @@ class Recovery:
             if loaded != self.good and loaded not in self._saves:
                 self._saves.append(loaded)
             self._held = loaded[1]
-            trainer.keep_checkpoint(self._held)
+            trainer.keep_checkpoint(self._held, self._keeper)
 
     # Acting
 
