@@ -19,8 +19,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from headway.checkpoint.ranks import SoloRanks
 from headway.diloco.compression import encode
 from headway.diloco.ledger import Ledger
+from headway.diloco.parameters import ParameterView
 from headway.diloco.rounds import Refusal, RoundBook, Submission, Worker, new_round_id
 from headway.diloco.server_options import ServerOptions
 from headway.diloco.specification import Specification
@@ -38,7 +40,7 @@ from headway.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-Model = nn.Module | Mapping[str, Tensor] | Specification | None
+Model = nn.Module | ParameterView | Mapping[str, Tensor] | Specification | None
 
 
 @dataclass(frozen=True)
@@ -338,7 +340,8 @@ def _look_at(model: Model) -> tuple[Specification | None, Mapping[str, Tensor] |
     if model is None or isinstance(model, Specification):
         return model, None
     if isinstance(model, nn.Module):
-        tensors = dict(model.named_parameters())
-        frozen = [name for name, p in tensors.items() if not p.requires_grad]
-        return Specification.of(tensors, frozen=frozen), tensors
+        # By the same names and in the same order as workers of any strategy see them.
+        model = ParameterView(model, SoloRanks())
+    if isinstance(model, ParameterView):
+        return model.specification, model.read_on_leader()
     return Specification.of(model), model
