@@ -207,6 +207,8 @@ CASES: dict[str, Case] = {
         sparse={"merge_step": 1000, "merge_last_n_steps": 1000},
         records=("eval/merged_loss",),
     ),
+    # Without a server it is not active.
+    "DiLoCoCallback": Case({"sync_every": 2}),
     # evaluate
     "EvaluatorCallback": Case(
         {

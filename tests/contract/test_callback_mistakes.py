@@ -173,6 +173,12 @@ WRONG: list[tuple[str, dict[str, Any], Any]] = [
             *each(name, "queue_size", WHOLE, **others),
         )
     ],
+    *each("DiLoCoCallback", "sync_every", WHOLE),
+    *each("DiLoCoCallback", "num_fragments", WHOLE),
+    *each("DiLoCoCallback", "timeout", (0, -1.0, math.nan, math.inf, True, "long")),
+    *each("DiLoCoCallback", "bf16_comm", (1, "yes")),
+    *each("DiLoCoCallback", "comm", ("bfloat16", 16)),
+    *each("DiLoCoCallback", "server_addr", ("kite", "kite:0", 7650)),
     *each("EMACallback", "decay", (1.0, -0.1, math.nan, True, "0.9")),
     *each("EMACallback", "update_every", WHOLE),
     *each("EMACallback", "start_step", (-1, 1.5, "soon")),

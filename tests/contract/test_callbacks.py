@@ -39,7 +39,7 @@ from headway.trainers.from_config import build_callbacks, build_trainer
 
 NAMES = sorted(callback_classes())
 OBSERVING = ("log", "watch", "profile", "remote", "control")
-DECIDING = ("guard", "save", "schedule", "evaluate")
+DECIDING = ("guard", "save", "schedule", "evaluate", "diloco")
 GROUPS = tuple(g for g in (*OBSERVING, *DECIDING) if any(group_of(n) == g for n in NAMES))
 OBSERVERS = [name for name in NAMES if group_of(name) in OBSERVING]
 DECIDERS = [name for name in NAMES if group_of(name) in DECIDING]

@@ -69,7 +69,7 @@ class ParameterView:
         }
         told = ranks.exchange([_describe(name, t) for name, t in self._live.items()])
         self.specification = _specify(told)
-        """Every parameter of the model in the order of names, frozen ones too; on all ranks alike."""
+        """Every parameter of the model by name, frozen ones too; the same on all ranks."""
         self.shapes = self.specification.shapes
         """Of those that travel."""
         self._owners = {name: _find_owners(name, told) for name in self.shapes}

@@ -250,11 +250,13 @@ class DiLoCoCallback(TrainerCallback):
     # -- checkpoints ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self._pending) if self._worker is None else self._worker.state_dict()
+        if self._worker is not None:
+            return self._worker.state_dict()
+        return {"version": 1, **self._pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Kept until the worker begins: a checkpoint is loaded before that."""
-        self._pending = dict(state)
+        self._pending = dict(state) if "worker_id" in state else {}
         self._restored = True
 
     def parameter_state(self) -> dict[str, dict[str, Tensor]]:
