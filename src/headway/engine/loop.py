@@ -83,10 +83,11 @@ class TrainingLoop:
         try:
             with at_forced_end(self._dump_metrics):
                 self._save_at_start()
-                while not (self._told_to_stop() or self._done):
-                    self._epoch()
-                if not self.aborted:
-                    self._finish()
+                is_over = False
+                while not is_over:
+                    while not (self._told_to_stop() or self._done):
+                        self._epoch()
+                    is_over = self.aborted or not self._finish()
         except BaseException as error:
             self._dump_metrics(f"{type(error).__name__}: {error}")
             self.delivery.close(wait=False)
@@ -449,14 +450,21 @@ class TrainingLoop:
         self.delivery.start_interval()
         self._evaluated_step = self._saved_step = -1
 
-    def _finish(self) -> None:
-        """The last log, evaluation and save, unless they were just done."""
+    def _finish(self) -> bool:
+        """The last log, evaluation and save, unless they were just done.
+
+        Returns whether the run was rolled back, so that it is not over.
+        """
         p = self.parts
         if p.log_trigger.active:
             self._log()
         self.delivery.flush()
+        if self._gives_up_end():
+            return not self.aborted
         if self._evaluates and self._evaluated_step != p.state.global_step and not self.cut_short:
             self._note_stops(self._evaluate())
+            if self._gives_up_end():
+                return not self.aborted
         idle = self.cut_short and not self._stepped
         saves = p.strategy.agree(self.saves_at_end or self.signals.take_save_request())
         if saves and self._saved_step != p.state.global_step and not idle:
@@ -464,3 +472,18 @@ class TrainingLoop:
         p.state.train_seconds = self._clock.of_run(time.monotonic())
         if not self.cut_short:
             p.bus.fire("on_run_settled")
+            return self._gives_up_end() and not self.aborted
+        return False
+
+    def _gives_up_end(self) -> bool:
+        """Whether a callback found at the end that it is not to be kept: it asked for an abort, or
+        for a rollback, which is done here."""
+        wanted = self._take_flags() & (_ABORT | _ROLLBACK | _SKIP_DATA)
+        wanted = self.parts.strategy.agree(wanted)
+        if wanted & _ABORT:
+            self._note_stops(_ABORT)
+            return True
+        if wanted & _ROLLBACK and not self.cut_short:
+            self._rollback(skip_data=bool(wanted & _SKIP_DATA))
+            return True
+        return False
