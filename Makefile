@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long test-faults lint unit browser bench clean
+.PHONY: demo test test-long test-faults test-fuzz lint unit browser bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/headway demo
@@ -33,6 +33,11 @@ test-long: $(INSTALLED) browser
 # The proofs in full size, about an hour; the results add to benchmarks/results/faults-<date>.md.
 test-faults: $(INSTALLED)
 	$(BIN)/python benchmarks/faults.py
+
+# Fuzzed requests and a flood of them at a control server beside training, about ten minutes; the
+# results add to benchmarks/results/control-fuzz-<date>.md.
+test-fuzz: $(INSTALLED)
+	$(BIN)/python benchmarks/control_fuzz.py
 
 # The stamp is newer than what it was made from, so a second run installs nothing.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -24,12 +24,12 @@ from headway.control.gate import Gate
 from headway.errors import ConfigError
 
 MOST_CONNECTIONS = 128
-ACCEPTS_PER_S = 25.0
+ACCEPTS_PER_S = 10.0
 """Of connections that come to nothing; a request that passes the guard does not count."""
 ACCEPT_BURST = 1200
 PATIENCE_S = 10.0
 """For a connection to bring a whole request."""
-_BACKLOG = 64
+_BACKLOG = 32
 _SWEEP_S = 1.0
 _ROOM_S = 0.05
 _MOST_ARRIVING = 64
