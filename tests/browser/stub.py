@@ -136,8 +136,11 @@ class Stub:
         if (file == _PLOTLY and self.plotly == "absent") or not file.is_file():
             self._send(route, {"error": "not there"}, 404)
             return
-        body = _DRAWS_NOTHING if file == _PLOTLY and self.plotly == "none" else file.read_bytes()
-        route.fulfill(body=body, headers={**ANSWER_HEADERS, "Content-Type": _KINDS[file.suffix]})
+        headers = {**ANSWER_HEADERS, "Content-Type": _KINDS[file.suffix]}
+        if file == _PLOTLY and self.plotly == "none":
+            route.fulfill(body=_DRAWS_NOTHING, headers=headers)
+        else:
+            route.fulfill(path=file, headers=headers)
 
     def _send(self, route: Any, value: Any, status: int = 200) -> None:
         headers = {**ANSWER_HEADERS, "Content-Type": "application/json; charset=utf-8"}

@@ -91,7 +91,7 @@ def test_a_run_is_watched_paused_changed_saved_and_stopped(
         started(*program, jobs=jobs) as run,
         dashboard(tmp_path, jobs=jobs) as address,
     ):
-        beside = open_page()
+        beside = open_page(allow=("410",))
         beside.goto(address)
         # Through the dashboard, which finds the job when it has begun.
         expect(beside.locator("#run-state")).to_have_text("training", timeout=90_000)
@@ -142,6 +142,8 @@ def test_a_run_is_watched_paused_changed_saved_and_stopped(
         beside.click("[data-command=graceful_stop]")
         beside.click("#ask-send")
         assert run.wait(timeout=60) == 0
+        stopped = beside.locator("#receipts li[data-command=graceful_stop]")
+        expect(stopped).to_contain_text("applied")
         expect(beside.locator("#run-state")).to_have_text("stopped")
         expect(beside.locator("#commands")).to_be_hidden()
         expect(own.locator("#trouble")).to_contain_text("headway dashboard")

@@ -125,11 +125,17 @@ def test_curves_grow_without_being_made_anew(open_page: Any, stub: Stub) -> None
     stub.open(page)
     wait_for_curves(page)
     assert points(page) == 50
+    page.locator(".plot[data-key=peak_mem]").scroll_into_view_if_needed()
+    expect(page.locator(".plot[data-key=peak_mem] .trace")).to_be_attached()
     page.evaluate(f"window.before = document.querySelector('{LOSS} .main-svg')")
     stub.runs[0] = make_run("one", step=900)
     wait_until(page, f"() => {DATA}[0].x.length === 90")
     assert page.evaluate(f"window.before === document.querySelector('{LOSS} .main-svg')")
     assert page.locator(f"{LOSS} canvas").count() == 0, "SVG, not WebGL"
+    low, high = page.evaluate(
+        "document.querySelector('.plot[data-key=peak_mem]').layout.yaxis.range"
+    )
+    assert 0 < low < 21.3 < high < 100, "a curve that does not change is drawn at its height"
 
 
 def test_smoothing_log_scale_and_axes(open_page: Any, stub: Stub) -> None:
@@ -246,14 +252,14 @@ def test_everything_works_from_the_keyboard(open_page: Any, stub: Stub, shoot: A
     seen = []
     for _ in range(60):
         page.keyboard.press("Tab")
-        name = page.evaluate(
-            f"{focused}.dataset.command"
-            f" ?? ({focused}.id || {focused}.className || {focused}.tagName)"
+        name, ring = page.evaluate(
+            f"[{focused}.dataset.command"
+            f" ?? ({focused}.id || {focused}.className || {focused}.tagName),"
+            f" getComputedStyle({focused}).outlineStyle]"
         )
         if name == "BODY":  # out of the page, and round again
             break
         seen.append(name)
-        ring = page.evaluate(f"getComputedStyle({focused}).outlineStyle")
         assert ring != "none" or name == "skip", f"{name} shows no focus"
     for wanted in ("skip", "theme", "forget", "run-filter", "run-sort", "run-open", "pause"):
         assert wanted in seen, seen

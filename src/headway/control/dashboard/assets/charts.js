@@ -59,7 +59,7 @@ export class Charts {
       options.x = axis.value;
       this.range = null;
       changed();
-      this.refresh();
+      this.refreshSoon();
     });
     byId("zoom-reset").addEventListener("click", () => this.zoom(null));
     byId("metric-filter").addEventListener("input", () => this.listMetrics());
@@ -80,8 +80,15 @@ export class Charts {
     if (!this.visible) return;
     await Promise.all(this.runs.map((run) => this.fetchKeys(run)));
     this.layOut();
-    await Promise.all(this.runs.map((run) => this.fetchSeries(run)));
-    this.drawAll();
+    const news = await Promise.all(this.runs.map((run) => this.fetchSeries(run)));
+    const drawn = this.runs.map((run) => run.id + run.colour).join();
+    if (news.some(Boolean) || drawn !== this.drawn) this.drawAll();
+    this.drawn = drawn;
+  }
+
+  /** Refresh now, after something the user did; the page's own loop tells of trouble. */
+  refreshSoon() {
+    this.refresh().catch(() => {});
   }
 
   async fetchKeys(run) {
@@ -92,10 +99,11 @@ export class Charts {
     this.keysOf.set(run.id, { version: complete === false ? null : version, keys: names });
   }
 
+  /** Fetches the curves of a run if they may have changed, and says whether it did. */
   async fetchSeries(run) {
     const there = new Set(this.keysOf.get(run.id)?.keys ?? []);
     const keys = this.shownKeys().filter((key) => there.has(key)).slice(0, MOST_KEYS);
-    if (!keys.length) return;
+    if (!keys.length) return false;
     const width = byId("charts").clientWidth || 800;
     const asked = new URLSearchParams({
       keys: keys.join(","),
@@ -111,11 +119,12 @@ export class Charts {
     }
     const query = asked.toString();
     const version = `${query} ${run.step} ${run.updated_at}`;
-    if (this.dataOf.get(run.id)?.version === version) return;
+    if (this.dataOf.get(run.id)?.version === version) return false;
     const { x, series, complete } = await get(runPath(run.id, `series?${query}`));
     if (x === "time" && !this.range) this.startOf.set(run.id, firstDate(series));
     // A long log may still be being read; then the same question has another answer next time.
     this.dataOf.set(run.id, { version: complete === false ? null : version, x, series });
+    return true;
   }
 
   // -- which metrics ---------------------------------------------------------------------------
@@ -137,7 +146,7 @@ export class Charts {
   choose(chosen) {
     this.options.chosen = chosen;
     localStorage.setItem(KEY, JSON.stringify(this.options));
-    this.refresh();
+    this.refreshSoon();
   }
 
   listMetrics() {
@@ -242,7 +251,7 @@ export class Charts {
     show(byId("zoom-reset"), range !== null);
     this.drawAll();
     clearTimeout(this.asking);
-    this.asking = setTimeout(() => this.refresh().catch(() => {}), 150);
+    this.asking = setTimeout(() => this.refreshSoon(), 150);
   }
 
   moveByKey(event) {

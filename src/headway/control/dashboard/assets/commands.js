@@ -172,8 +172,11 @@ export class Commands {
       Object.assign(receipt, { state, step, message, unseen: 0 });
       if (SETTLED.has(state)) announce(`${nameOf(receipt.command)}: ${describe(receipt)}`);
     } catch (error) {
+      // Nobody is left to ask; of a command that ends the run, that is the answer.
       receipt.unseen = (receipt.unseen ?? 0) + 1;
-      receipt.gone = error instanceof Refused || receipt.unseen > 10;
+      const ended = error instanceof Refused || receipt.unseen > 10;
+      if (ended && DANGER.has(receipt.command)) receipt.state = "applied";
+      else receipt.gone = ended;
     }
   }
 
@@ -208,7 +211,7 @@ function describe(receipt) {
   const said = receipt.message && receipt.state !== "accepted" ? `: ${receipt.message}` : "";
   const at = receipt.step === null || receipt.step === undefined ? "" : ` after step ${format.count(receipt.step)}`;
   if (receipt.state === "accepted") return "waits for the end of the step under way";
-  return `${receipt.state}${at}${said}`;
+  return `${receipt.state}${at || (DANGER.has(receipt.command) && !said ? ": the run has ended" : "")}${said}`;
 }
 
 function explain(error) {

@@ -1,10 +1,11 @@
 // One chart as plotly wants it: curves, axes and colours. Draws with SVG only.
 
-import { escapeLabel, placeMarks, smooth, splitValues } from "./series.js";
+import { escapeLabel, flatRange, placeMarks, smooth, splitValues } from "./series.js";
 import { metricKind } from "./format.js";
 import { colour } from "./theme.js";
 
 const GIB = 1024 ** 3;
+const LONGEST_NAME = 32; // a label wider than the chart would hide it
 let loading = null;
 
 /** Plotly's script, fetched when the first chart is drawn; null where it is not installed. */
@@ -28,6 +29,7 @@ export function makeFigure(key, curves, unit, range, options) {
   const colours = readColours();
   const traces = curves.flatMap((curve) => tracesOf(key, curve, unit, options));
   const kind = metricKind(key);
+  const flat = flatRange(traces.flatMap((trace) => trace.y), options.log);
   const axis = {
     gridcolor: colours.grid,
     linecolor: colours.grid,
@@ -64,6 +66,7 @@ export function makeFigure(key, curves, unit, range, options) {
       exponentformat: key === "learning_rate" || key === "lr" ? "e" : "SI",
       ...(kind === "percent" ? { tickformat: ".1%" } : {}),
       ...(options.log ? { dtick: null, nticks: 6 } : {}),
+      ...(flat ? { range: flat, autorange: false } : { autorange: true }),
     },
   };
   return { traces, layout, config: { displayModeBar: false, responsive: true, doubleClick: false } };
@@ -75,7 +78,8 @@ function tracesOf(key, curve, unit, options) {
   const y = scale === 1 ? values : values.map((value) => (value === null ? null : value / scale));
   const x = curve.x.map((value) => (value - curve.start) / unit.seconds);
   const paint = colour(`--${curve.run.colour}`);
-  const name = escapeLabel(curve.run.name);
+  const { name: given } = curve.run;
+  const name = escapeLabel(given.length > LONGEST_NAME ? `${given.slice(0, LONGEST_NAME - 1)}…` : given);
   const line = { color: paint, width: 1.75, simplify: false };
   const format = metricKind(key) === "percent" ? ".2%" : ".5~g";
   const base = { x, type: "scatter", name, hovertemplate: `%{y:${format}}<extra>${name}</extra>` };

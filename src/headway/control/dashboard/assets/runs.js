@@ -1,6 +1,6 @@
 // The list of runs, and what stands over the tabs about the one that is open.
 
-import { byId, el, fill, setAttr, setText, show } from "./dom.js";
+import { announce, byId, el, fill, setAttr, setText, show } from "./dom.js";
 import * as format from "./format.js";
 
 export const COLOURS = ["c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8"];
@@ -117,8 +117,14 @@ export function showOverview(run, status) {
   setText(byId("run-name"), run.name);
   document.title = `${run.name} · Headway`;
   const phase = isLive(run) && status?.status ? status.status : run.state;
+  const before = byId("run-state").dataset.state;
+  if (before !== undefined && before !== phase && byId("run-state").dataset.run === run.id) {
+    announce(`${run.name}: ${phase}`);
+  }
+  byId("run-state").dataset.run = run.id;
   showState(byId("run-state"), phase);
-  setText(byId("run-where"), run.output_dir ?? "");
+  const called = run.run_name && run.run_name !== run.name ? `${run.run_name} · ` : "";
+  setText(byId("run-where"), called + (run.output_dir ?? ""));
   const step = Math.max(run.step ?? 0, isLive(run) ? (format.asNumber(status?.global_step) ?? 0) : 0);
   const most = format.asNumber(status?.max_steps) ?? run.max_steps;
   const bar = byId("run-progress");

@@ -48,6 +48,15 @@ export function placeMarks(y, bad) {
   return heights;
 }
 
+/** Room around a curve that is one straight line; plotly alone would take from -1 to 1. */
+export function flatRange(y, log) {
+  const values = y.filter((value) => value !== null && (!log || value > 0));
+  const [first] = values;
+  if (first === undefined || values.some((value) => value !== first)) return null;
+  if (log) return [Math.log10(first) - 0.5, Math.log10(first) + 0.5];
+  return first === 0 ? [-1, 1] : [first - Math.abs(first) / 2, first + Math.abs(first) / 2];
+}
+
 /** A unit in which a span of seconds reads well. */
 export function timeUnit(spanSeconds) {
   if (spanSeconds > 2 * 86400) return { name: "days", seconds: 86400 };
