@@ -19,6 +19,7 @@ from headway.checkpoint.ranks import SoloRanks
 from headway.diloco.client import DiLoCoClient
 from headway.diloco.options import WorkerOptions
 from headway.diloco.parameters import ParameterView
+from headway.diloco.server import DiLoCoServer
 from headway.diloco.worker import DiLoCoWorker
 
 Values = dict[str, Tensor]
@@ -142,6 +143,18 @@ class ToyWorker:
         with torch.no_grad():
             for name, part in self.view.parts().items():
                 part.copy_(saved["weights"][name])
+
+
+@contextmanager
+def serving(folder: Path, model: Any = None, **options: Any) -> Iterator[DiLoCoServer]:
+    """A server that lives as long as the block, on this machine, for everybody."""
+    settings = {"num_workers": 1, "disable_auth": True, "output_dir": folder, **options}
+    server = DiLoCoServer(model, **settings)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 @contextmanager

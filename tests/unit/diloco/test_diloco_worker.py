@@ -1,0 +1,373 @@
+"""A worker against a real server: what it computes, and what it does when things go wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headway.checkpoint.ranks import SoloRanks
+from headway.diloco.parameters import ParameterView
+from headway.errors import ConfigError
+from headway.testing.diloco import (
+    ToyWorker,
+    Values,
+    serving,
+    stopped,
+    toy_model,
+    toy_step,
+    train_together,
+)
+
+EXACT = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "accumulate": "float64"}
+
+
+def trained_alone(num_steps: int, worker: int = 0) -> list[Values]:
+    view, history = ParameterView(toy_model(), SoloRanks()), []
+    for step in range(num_steps):
+        toy_step(view.parts(), worker, step)
+        history.append(view.copies())
+    return history
+
+
+def same(first: Values, second: Values) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(value, second[name]) for name, value in first.items()
+    )
+
+
+def first_values() -> Values:
+    return ParameterView(toy_model(), SoloRanks()).copies()
+
+
+# What is computed
+
+
+def test_one_worker_with_a_plain_outer_step_trains_as_alone(tmp_path: Path) -> None:
+    alone = trained_alone(20)
+    with serving(tmp_path, **EXACT) as server:
+        worker = ToyWorker(server.address, sync_every=5).start()
+        with stopped(worker):
+            worker.train(20)
+    assert worker.worker.counters.sync_count == 4
+    assert all(same(mine, theirs) for mine, theirs in zip(worker.history, alone, strict=True))
+
+
+@pytest.mark.parametrize("stop_at", [7, 10, 11])
+def test_a_resume_in_an_interval_changes_nothing(tmp_path: Path, stop_at: int) -> None:
+    alone = trained_alone(20)
+    with serving(tmp_path, **EXACT) as server:
+        first = ToyWorker(server.address, sync_every=5).start()
+        with stopped(first):
+            saved = first.train(stop_at).save()
+        second = ToyWorker(server.address, sync_every=5).resume(saved)
+        with stopped(second):
+            second.train(20 - stop_at)
+    assert second.worker.counters.sync_count == 4
+    assert same(second.history[-1], alone[-1])
+    assert all(same(a, b) for a, b in zip(first.history + second.history, alone, strict=True))
+
+
+def test_two_workers_that_sync_every_step_are_averaged(tmp_path: Path) -> None:
+    with serving(tmp_path, num_workers=2, **EXACT) as server:
+        workers = [ToyWorker(server.address, n, sync_every=1).start() for n in range(2)]
+        with stopped(*workers):
+            train_together(workers, 6)
+    by_hand = first_values()
+    for step in range(6):
+        copies = [{n: v.clone() for n, v in by_hand.items()} for _ in workers]
+        for number, values in enumerate(copies):
+            toy_step(values, number, step)
+        by_hand = {
+            n: ((copies[0][n].double() + copies[1][n].double()) / 2).float() for n in by_hand
+        }
+        for worker in workers:
+            assert same(worker.history[step], by_hand), step
+
+
+def outer_steps(rounds: list[list[Values]], lr: float, m: float) -> list[Values]:
+    """Nesterov by hand, in double precision: rounds of the workers' parameters -> the model's."""
+    model = {n: v.double() for n, v in first_values().items()}
+    velocity: dict[str, Tensor] = {n: torch.zeros_like(v) for n, v in model.items()}
+    found = []
+    for locals_ in rounds:
+        for name, value in model.items():
+            mean = torch.stack([one[name].double() for one in locals_]).mean(0)
+            gradient = value - mean
+            velocity[name] = m * velocity[name] + gradient
+            model[name] = value - lr * (gradient + m * velocity[name])
+        found.append({n: v.float() for n, v in model.items()})
+        model = {n: v.double() for n, v in found[-1].items()}
+    return found
+
+
+def test_rounds_of_two_workers_are_nesterov_steps(tmp_path: Path) -> None:
+    options = {"num_workers": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "accumulate": "float64"}
+    with serving(tmp_path, **options) as server:
+        workers = [ToyWorker(server.address, n, sync_every=3).start() for n in range(2)]
+        with stopped(*workers):
+            train_together(workers, 12)
+    model, rounds = first_values(), []
+    for begin in range(0, 12, 3):
+        locals_ = []
+        for number in range(2):
+            values = {n: v.clone() for n, v in model.items()}
+            for step in range(begin, begin + 3):
+                toy_step(values, number, step)
+            locals_.append(values)
+        rounds.append(locals_)
+        model = outer_steps(rounds, 0.7, 0.9)[-1]
+    for worker in workers:
+        for number, wanted in enumerate(outer_steps(rounds, 0.7, 0.9)):
+            found = worker.history[3 * number + 2]
+            for name, value in wanted.items():
+                torch.testing.assert_close(found[name], value, rtol=3e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("comm", ["bf16", "int8"])
+def test_less_on_the_wire(tmp_path: Path, comm: str) -> None:
+    model = toy_model(4, 64)
+    with serving(tmp_path, **EXACT) as server:
+        worker = ToyWorker(server.address, sync_every=2, comm=comm, model=model).start()
+        with stopped(worker):
+            worker.train(8)
+            counters = worker.worker.counters
+            whole = 4 * worker.view.specification.num_elements
+    share = (counters.last_sent_bytes - 4096) / whole
+    assert share < (0.5 if comm == "bf16" else 0.27)
+    assert counters.sync_count == 4 and counters.sent_bytes > 3 * counters.last_sent_bytes
+
+
+def test_what_int8_leaves_over_goes_through_a_resume(tmp_path: Path) -> None:
+    histories = []
+    for stops in (False, True):
+        with serving(tmp_path / str(stops), **EXACT) as server:
+            worker = ToyWorker(server.address, sync_every=2, comm="int8").start()
+            worker.train(6)
+            if stops:
+                saved = worker.save()
+                worker.worker.stop()
+                worker = ToyWorker(server.address, sync_every=2, comm="int8").resume(saved)
+            with stopped(worker):
+                histories.append(worker.train(6).history[-6:])
+    assert all(same(a, b) for a, b in zip(*histories, strict=True))
+
+
+def test_a_bfloat16_model_sends_what_it_learned_and_no_rounding(tmp_path: Path) -> None:
+    model = toy_model().to(torch.bfloat16)
+    with serving(tmp_path, **EXACT) as server:
+        worker = ToyWorker(server.address, sync_every=2, model=model).start()
+        with stopped(worker):
+            worker.train(4)
+            assert worker.worker.counters.sync_count == 2
+            stored = server.core.state
+            assert stored is not None
+            for name, value in worker.values.items():
+                assert torch.equal(stored.parameters[name].bfloat16().float(), value)
+
+
+# Fragments
+
+
+def test_fragments_take_turns_and_progress_during_an_exchange_is_kept(tmp_path: Path) -> None:
+    """With a plain outer step one worker gets back what it sent: nothing may be lost or doubled."""
+    with serving(tmp_path, num_fragments=3, **EXACT) as server:
+        worker = ToyWorker(server.address, sync_every=6, num_fragments=3).start()
+        with stopped(worker):
+            worker.train(20, last=True)
+    counters = worker.worker.counters
+    assert counters.fragment_syncs == 10 and counters.sync_count == 3
+    for mine, theirs in zip(worker.history, trained_alone(20), strict=True):
+        for name, value in theirs.items():
+            torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_without_merging_the_progress_of_the_overlap_is_dropped(tmp_path: Path) -> None:
+    with serving(tmp_path, **EXACT) as server:
+        worker = ToyWorker(server.address, sync_every=4, overlap_steps=2, merge_alpha=0.0).start()
+        with stopped(worker):
+            worker.train(6)
+    assert same(worker.history[5], trained_alone(4)[3])
+
+
+def test_more_fragments_than_layers_are_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_fragments=4: allowed are 1 to 3"):
+        ToyWorker("127.0.0.1:1", num_fragments=4, sync_every=8)
+
+
+# Who may not take part
+
+
+@pytest.mark.parametrize(
+    ("server_options", "worker_options", "told"),
+    [
+        ({"disable_auth": False, "token": "k" * 40}, {"token": "w" * 40}, "authentication|401"),
+        ({"disable_auth": False, "token": "k" * 40}, {}, "authentication|401"),
+        ({"num_fragments": 2}, {}, "num_fragments=1.*2"),
+        ({"model": toy_model(2)}, {}, "not this server's model: .*layers.2"),
+        ({"model": toy_model(width=4)}, {}, r"layers.0.weight is float32 \[3, 3\]"),
+        ({"model": toy_model().to(torch.float64)}, {}, "float32"),
+    ],
+    ids=["token", "no-token", "fragments", "layers", "shapes", "dtype"],
+)
+def test_a_worker_that_does_not_fit_is_told_why(
+    tmp_path: Path, server_options: Any, worker_options: Any, told: str
+) -> None:
+    model = server_options.pop("model", None)
+    with serving(tmp_path, model, **server_options) as server:
+        with pytest.raises(ConfigError, match=f"DiLoCo: .*{told}"):
+            ToyWorker(server.address, **worker_options).start()
+        assert server.core.book.workers == {}
+
+
+def test_an_id_that_is_taken_is_refused_and_given_back_to_its_owner(tmp_path: Path) -> None:
+    file = tmp_path / "session.json"
+    with serving(tmp_path / "server", **EXACT) as server:
+        first = ToyWorker(server.address, session_file=file).start()
+        with pytest.raises(ConfigError, match="worker-0"):
+            ToyWorker(server.address).start()
+        # The same worker after a crash: it has the session of before.
+        again = ToyWorker(server.address, session_file=file).start()
+        with stopped(first, again):
+            assert len(server.core.book.workers) == 1
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.diloco.client.PROTOCOL", 2)
+    with (
+        serving(tmp_path) as server,
+        pytest.raises(ConfigError, match="version 1 of the protocol, not '2'"),
+    ):
+        ToyWorker(server.address).start()
+
+
+# Trouble on the way
+
+
+def test_values_that_are_not_finite_are_not_sent(tmp_path: Path) -> None:
+    with serving(tmp_path, **EXACT) as server:
+        worker = ToyWorker(server.address, sync_every=4).start()
+        with stopped(worker):
+            worker.train(3)
+            with torch.no_grad():
+                worker.view.parts()["norm.weight"][0, 0] = float("nan")
+            worker.train(1)
+            assert same(worker.values, first_values())
+            assert worker.worker.counters.refused_syncs == 1
+            assert server.core.totals.num_rounds == 0
+            worker.train(4)
+            assert worker.worker.counters.sync_count == 1
+
+
+def test_an_update_out_of_proportion_is_dropped_and_the_worker_goes_on(tmp_path: Path) -> None:
+    with serving(tmp_path, max_update_norm=10.0, **EXACT) as server:
+        worker = ToyWorker(server.address, sync_every=4).start()
+        with stopped(worker):
+            worker.train(3)
+            with torch.no_grad():
+                worker.view.parts()["norm.weight"].add_(1000.0)
+            worker.train(1)
+            assert same(worker.values, first_values())
+            assert worker.worker.counters.refused_syncs == 1
+
+
+def test_a_server_that_is_gone_for_a_while_costs_nothing(tmp_path: Path) -> None:
+    """Training goes on alone; what was learned meanwhile is exchanged when the server is back."""
+    with serving(tmp_path, **EXACT) as server:
+        port = server.port
+        worker = ToyWorker(server.address, sync_every=4, max_sync_retries=0).start()
+        worker.train(4)
+    worker.train(8)
+    assert worker.worker.counters.sync_count == 1
+    with serving(tmp_path, port=port, **EXACT) as server, stopped(worker):
+        worker.train(8)
+        assert server.core.totals.num_rounds == 2
+    assert worker.worker.counters.sync_count == 3
+    assert worker.worker.counters.reconnections == 1
+    for mine, theirs in zip(worker.history, trained_alone(20), strict=True):
+        for name, value in theirs.items():
+            torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_worker_that_misses_a_round_brings_what_it_has_to_the_next(tmp_path: Path) -> None:
+    options = {"num_workers": 2, "min_workers": 1, "deadline_s": 0.01, **EXACT}
+    with serving(tmp_path, **options) as server:
+        fast, slow = (ToyWorker(server.address, n, sync_every=2).start() for n in range(2))
+        with stopped(fast, slow):
+            fast.train(4)
+            assert server.core.totals.num_rounds == 2
+            slow.train(2)
+            assert server.core.totals.num_rounds == 3
+            assert slow.worker.counters.sync_count == 1
+    # Both updates are in: the slow one's on top of the fast one's.
+    first, end = first_values(), slow.values
+    theirs, mine = trained_alone(4)[3], trained_alone(2, 1)[1]
+    for name, value in end.items():
+        wanted = first[name] + (theirs[name] - first[name]) + (mine[name] - first[name])
+        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_resume_after_the_others_moved_on_begins_a_new_interval(tmp_path: Path) -> None:
+    options = {"num_workers": 2, "min_workers": 1, "deadline_s": 0.01, **EXACT}
+    with serving(tmp_path, **options) as server:
+        one, other = (ToyWorker(server.address, n, sync_every=4).start() for n in range(2))
+        saved = one.train(2).save()
+        one.worker.stop()
+        other.train(4)
+        again = ToyWorker(server.address, 0, sync_every=4).resume(saved)
+        with stopped(other, again):
+            assert same(again.values, other.values)
+            assert again.worker.local_step == 0 and again.step == 2
+
+
+def test_going_back_to_a_checkpoint_takes_the_servers_parameters_if_they_moved(
+    tmp_path: Path,
+) -> None:
+    with serving(tmp_path, **EXACT) as server:
+        worker = ToyWorker(server.address, sync_every=4).start()
+        with stopped(worker):
+            in_round = worker.train(2).save()
+            worker.train(1)
+            worker.load(in_round)
+            worker.worker.load_parameter_state(in_round["slots"])
+            worker.worker.rejoin(in_round["state"], worker.step)
+            assert same(worker.values, in_round["weights"]) and worker.worker.local_step == 2
+            worker.train(2)
+            after_round = worker.values
+            worker.load(in_round)
+            worker.worker.load_parameter_state(in_round["slots"])
+            worker.worker.rejoin(in_round["state"], worker.step)
+            assert same(worker.values, after_round) and worker.worker.local_step == 0
+
+
+def test_a_stop_ends_the_wait_for_others(tmp_path: Path) -> None:
+    ends = []
+    with serving(tmp_path, num_workers=2, **EXACT) as server:
+        worker = ToyWorker(server.address, sync_every=2, should_end=lambda: bool(ends)).start()
+        with stopped(worker):
+            worker.train(1)
+            ends.append(True)
+            worker.train(1)
+            assert worker.worker.counters.sync_count == 0
+            assert same(worker.values, trained_alone(2)[1])
+
+
+# DyLU
+
+
+def test_slower_workers_get_fewer_steps(tmp_path: Path) -> None:
+    options = {"num_workers": 2, "sync_every": 8, "dylu": True, **EXACT}
+    with serving(tmp_path, **options) as server:
+        fast, slow = (
+            ToyWorker(server.address, n, sync_every=8, dylu=True, step_s=1.0 + n).start()
+            for n in range(2)
+        )
+        with stopped(fast, slow):
+            train_together([fast, slow], 8, last=False)
+    assert (fast.worker.sync_every, slow.worker.sync_every) == (8, 4)
+    assert slow.worker.counters.dylu_adjustments == 1
+    assert slow.worker.sync_metrics["diloco/dylu_adjustments"] == 1
