@@ -27,7 +27,8 @@ _LOOK_S = 0.05
 _LEAVING_S = 2.0
 _MOST_ANSWER_BYTES = 16 << 20
 _MOST_LINE_BYTES = 1 << 20
-_ENDS_RUN = ("graceful_stop", "save_and_stop", "abort")
+ENDS_RUN = ("graceful_stop", "save_and_stop", "abort")
+"""Commands after which a job may be gone before anybody has read their receipt."""
 
 
 class ControlError(Exception):
@@ -105,7 +106,7 @@ class Client:
             try:
                 receipt = self._ask("GET", f"commands/{command_id}", role="read")
             except ControlError as error:
-                if command not in _ENDS_RUN or error.status is not None or not self._has_left():
+                if command not in ENDS_RUN or error.status is not None or not self._has_left():
                     raise
                 # It ended, and removed its files, before it was asked for the receipt again.
                 now = time.time()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from headway.control.client import Client, ControlError
+from headway.control.client import ENDS_RUN, Client, ControlError
 from headway.control.dashboard.shelf import Place, run_id_of
 from headway.control.dashboard.source import Threads
 from headway.control.discovery import Job, list_jobs
@@ -26,6 +27,7 @@ Status = Mapping[str, Any]
 
 _TIMEOUT_S = 3.0
 _FRESH_S = 1.0
+_MOST_SENT = 256
 
 
 class Live(Protocol):
@@ -71,6 +73,7 @@ class FoundJobs:
         self._threads = Threads(num_threads=4)
         self._clients: dict[str, Client] = {}
         self._statuses: dict[str, tuple[float, Status | None]] = {}
+        self._sent: OrderedDict[tuple[str, str], dict[str, Any]] = OrderedDict()
 
     def places(self) -> list[Place]:
         """Where the runs of live jobs are."""
@@ -93,13 +96,27 @@ class FoundJobs:
         def send() -> dict[str, Any]:
             return client.send(command.name, dict(command.data), wait=False, command_id=command.id)
 
-        return await self._threads.run(_translate, send)
+        receipt = await self._threads.run(_translate, send)
+        self._sent[run_id, command.id] = receipt
+        while len(self._sent) > _MOST_SENT:
+            self._sent.popitem(last=False)
+        return receipt
 
     async def receipt(self, run_id: str, command_id: str) -> dict[str, Any]:
         if not COMMAND_ID.fullmatch(command_id):
             raise BadRequest(404, "no command with that id is known")
-        client = await self._threads.run(self._client_of, run_id)
-        return await self._threads.run(_translate, lambda: client.receipt(command_id))
+        known = self._sent.get((run_id, command_id))
+        try:
+            client = await self._threads.run(self._client_of, run_id)
+            receipt = await self._threads.run(_translate, lambda: client.receipt(command_id))
+        except BadRequest:
+            gone = run_id not in await self._threads.run(self._jobs)
+            if known is None or not gone:
+                raise
+            receipt = _receipt_of_the_gone(known)
+        if known is not None:
+            self._sent[run_id, command_id] = receipt
+        return receipt
 
     async def close(self) -> None:
         await self._threads.close()
@@ -158,6 +175,16 @@ def _translate(ask: Any) -> dict[str, Any]:
         more = {key: value for key, value in said.items() if key != "error"}
         raise BadRequest(status, str(error), **more) from None
     return answer
+
+
+def _receipt_of_the_gone(receipt: dict[str, Any]) -> dict[str, Any]:
+    """What became of a command whose job has ended, and with it the last word about it."""
+    if receipt.get("settled_at") is not None:
+        return receipt
+    applied = receipt.get("command") in ENDS_RUN
+    message = "the run has ended" if applied else "the run ended before it was heard what became"
+    state = "applied" if applied else "failed"
+    return {**receipt, "state": state, "message": message, "settled_at": time.time()}
 
 
 def _path(given: str | None) -> Path | None:
