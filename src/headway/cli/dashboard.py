@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
+    from headway.control.dashboard.assets import find_charts_script
     from headway.control.dashboard.standalone import DashboardServer
     from headway.control.security import is_loopback
 
@@ -58,6 +59,10 @@ def run(options: argparse.Namespace) -> int:
                     "--host %s: other machines can reach this, and the token travels unencrypted; "
                     "'ssh -L' to 127.0.0.1 is safer",
                     options.host,
+                )
+            if find_charts_script() is None:
+                logger.warning(
+                    "plotly is not installed: there are no charts; pip install 'headway[dashboard]'"
                 )
             logger.info("Ctrl-C ends it; runs are not touched by that")
             over.wait()
