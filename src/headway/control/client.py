@@ -93,10 +93,29 @@ class Client:
             raise ConfigError(error.message) from None
         command_id = command_id or new_command_id()
         body = {"command": command, "id": command_id, "data": data or {}}
-        receipt: dict[str, Any] = self._ask("POST", "control", role="control", body=body)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
+        # A run that ends may be gone before it is asked again; its stream says all to the last.
+        stream = self._try_stream() if wait and command in ENDS_RUN else None
+        try:
+            receipt: dict[str, Any] = self._ask("POST", "control", role="control", body=body)
+            if wait:
+                receipt = self._wait(receipt, limit_s, stream)
+        finally:
+            if stream is not None:
+                stream.close()
+        if receipt["state"] in ("refused", "failed"):
+            raise ControlError(
+                receipt["message"] or f"{command} {receipt['state']}", answer=receipt
+            )
+        return receipt
+
+    def _wait(
+        self, receipt: dict[str, Any], limit_s: float, stream: _Stream | None
+    ) -> dict[str, Any]:
+        """The receipt once it is settled."""
+        command, command_id = receipt["command"], receipt["id"]
         deadline = time.monotonic() + limit_s
-        while wait and receipt["settled_at"] is None:
+        while receipt["settled_at"] is None:
             if time.monotonic() > deadline:
                 raise ControlError(
                     f"{command} was accepted, but took no effect within {limit_s:g} s: a step, an "
@@ -106,16 +125,20 @@ class Client:
             try:
                 receipt = self._ask("GET", f"commands/{command_id}", role="read")
             except ControlError as error:
-                if command not in ENDS_RUN or error.status is not None or not self._has_left():
+                if command not in ENDS_RUN or error.status is not None:
                     raise
-                # It ended, and removed its files, before it was asked for the receipt again.
-                now = time.time()
-                return {**receipt, "state": "applied", "message": "it has ended", "settled_at": now}
-        if receipt["state"] in ("refused", "failed"):
-            raise ControlError(
-                receipt["message"] or f"{command} {receipt['state']}", answer=receipt
-            )
+                last = None if stream is None else stream.find_command(command_id)
+                if last is None and not self._has_left():
+                    raise
+                last = last or {"state": "applied", "message": "it has ended"}
+                return {**receipt, "settled_at": time.time(), **last}
         return receipt
+
+    def _try_stream(self) -> _Stream | None:
+        try:
+            return _Stream(self, None)
+        except ControlError:
+            return None  # what is wrong, the command will tell
 
     def events(self, after: int | None = None) -> Iterator[dict[str, Any]]:
         """What happens to the run, as it happens, until the run ends."""
@@ -259,6 +282,14 @@ class _Stream:
         except (OSError, http.client.HTTPException, ValueError) as error:
             why = "cut off" if isinstance(error, http.client.IncompleteRead) else str(error)
             raise ControlError(f"the job {self._job_id} is gone: {why}") from None
+        return None
+
+    def find_command(self, command_id: str) -> dict[str, Any] | None:
+        """To the end of the stream: what became of a command, if it is told."""
+        with contextlib.suppress(ControlError):
+            while (event := self.read()) is not None:
+                if event.get("event") == "command" and event.get("id") == command_id:
+                    return {key: event.get(key) for key in ("state", "step", "message")}
         return None
 
     def _read_line(self) -> bytes | None:

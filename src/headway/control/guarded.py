@@ -38,6 +38,7 @@ REQUESTS_PER_S = 100.0
 REQUEST_BURST = 200
 _MOST_HEADER_BYTES = 8190
 _START_LIMIT_S = 10.0
+_LAST_ANSWERS_S = 1.0
 
 
 class GuardedServer:
@@ -186,6 +187,9 @@ class GuardedServer:
     def _before_stop(self) -> None:
         """What must be told before the server can end."""
 
+    async def _finish_answers(self) -> None:
+        """Let answers that have no end of their own come to it."""
+
     async def _serve(self, listener: Listener, ready: threading.Event) -> None:
         from aiohttp import web
 
@@ -217,6 +221,7 @@ class GuardedServer:
         finally:
             try:
                 await listener.stop()
+                await listener.connections.drain(_LAST_ANSWERS_S)
                 listener.connections.close()
                 await runner.cleanup()
             finally:

@@ -32,6 +32,7 @@ PATIENCE_S = 10.0
 _BACKLOG = 32
 _SWEEP_S = 1.0
 _ROOM_S = 0.05
+_DRAIN_LOOK_S = 0.02
 _MOST_ARRIVING = 64
 
 
@@ -105,6 +106,12 @@ class Connections:
     def _forget(self, transport: asyncio.BaseTransport) -> None:
         self._idle_since.pop(transport, None)
         self._busy.discard(transport)
+
+    async def drain(self, limit_s: float) -> None:
+        """Wait for the answers that are under way; streams among them say their last."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and any(not t.is_closing() for t in self._busy):
+            await asyncio.sleep(_DRAIN_LOOK_S)
 
     def close(self) -> None:
         for transport in list(self._idle_since):

@@ -106,6 +106,29 @@ def test_a_run_that_ends_before_it_is_asked_again_has_done_what_was_asked(runnin
     assert receipt["state"] == "applied" and receipt["message"] == "it has ended"
 
 
+def test_the_receipt_of_a_run_that_ended_comes_with_its_last_events(running):
+    def end():
+        running.board.announce(
+            "command", id="mine", command="abort", state="applied", step=9, message="it ends"
+        )
+        running.close()
+
+    thread = answer_one(running, then=end)
+    receipt = Client(JOB).send("abort", command_id="mine", timeout_s=30)
+    thread.join()
+    assert (receipt["state"], receipt["step"], receipt["message"]) == ("applied", 9, "it ends")
+
+
+def test_the_last_events_come_before_the_end(running):
+    """Also to a reader whose turn has not come when the server is told to stop."""
+    running.board.announce("log", step=1)
+    events = Client(JOB).events(after=0)
+    assert next(events)["step"] == 1
+    running.board.announce("end", step=2)
+    assert running.server.stop()
+    assert [event["event"] for event in events] == ["end"]
+
+
 @pytest.mark.parametrize(
     ("command", "end"),
     [("graceful_stop", lambda job: job.server.stop()), ("save_checkpoint", Running.close)],
