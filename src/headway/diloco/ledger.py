@@ -28,6 +28,7 @@ from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.jsonfile import read_json_object
 from headway.checkpoint.leftovers import clean_leftovers
 from headway.checkpoint.manifest import CommittedCheckpoint, committed, verify
+from headway.checkpoint.owner import new_nonce
 from headway.checkpoint.storage import Storage
 from headway.checkpoint.tensors import index_text, read_tensor_file
 from headway.diloco.outer import OuterOptimizer
@@ -206,7 +207,11 @@ class Ledger:
     ) -> None:
         """A folder of weights that any tool reads, with the momentum and the book beside them."""
         count, weight_map = len(state.fragments), {}
-        with Draft(self.folder / f"export-{state.commit}", storage=self.storage) as draft:
+        target = self.folder / f"export-{state.commit}"
+        if os.path.lexists(target):
+            # Damaged, or of an attempt that failed after its last rename: nobody was told of it.
+            self.storage.rename(target, target.with_name(f"{target.name}.foreign-{new_nonce()}"))
+        with Draft(target, storage=self.storage) as draft:
             for k, names in enumerate(state.fragments):
                 model, outer = shard_name(k + 1, count), shard_name(k + 1, count, "outer")
                 weight_map.update(dict.fromkeys(names, model))
