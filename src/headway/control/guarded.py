@@ -187,9 +187,6 @@ class GuardedServer:
     def _before_stop(self) -> None:
         """What must be told before the server can end."""
 
-    async def _finish_answers(self) -> None:
-        """Let answers that have no end of their own come to it."""
-
     async def _serve(self, listener: Listener, ready: threading.Event) -> None:
         from aiohttp import web
 
