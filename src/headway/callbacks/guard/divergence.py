@@ -127,6 +127,13 @@ class DivergenceDetector(TrainerCallback):
                 f"{self.name}: metric_key={self.metric_key!r} needs evaluations, and there is no "
                 f"eval_dataset"
             )
+        no_records = args.logging_strategy == "no" and args.log_every is None
+        if no_records and not self._by_step and self.metric_key in _OF_EACH_STEP:
+            raise ConfigError(
+                f"{self.name}: metric_key={self.metric_key!r} is taken from log records, and "
+                f"logging_strategy='no' makes none; set every_step=True, or another "
+                f"logging_strategy"
+            )
         self.recovery.begin(args, state, trainer)
 
     def on_step_begin(self, state: TrainerState, control: TrainerControl) -> None:
@@ -188,19 +195,26 @@ class DivergenceDetector(TrainerCallback):
         metrics: Mapping[str, float],
         trainer: Any,
     ) -> None:
-        from headway.engine.metrics import ALIASES
+        from headway.engine.metrics import ALIASES, LOSS_SCALE, TRAIN_LOSS
 
         value = metrics.get(ALIASES.get(self.metric_key, self.metric_key))
         if value is None:
             return
         if self._by_step:
             self._observe("on_metrics", step, value, state, control, trainer)
+        elif self.decides_nonfinite and not math.isfinite(value):
+            # Whoever decides about it need not wait for the record. Looking for the largest scale
+            # that fits overflows now and then, by design.
+            overflow = LOSS_SCALE in metrics and math.isfinite(metrics.get(TRAIN_LOSS, math.nan))
+            settled = self.recovery.pending or control.should_abort_without_save
+            if not overflow and not settled:
+                self._act(f"{self.metric_key} is {value} at step {step}", step, control, state)
         elif self.rule.is_calm and self.rule.is_near_best(value):
             # A record covers many steps; this tells where among them it went wrong.
             self._note_good(step - 1, trainer)
 
     def on_train_end(self, state: TrainerState) -> None:
-        if self._source is None and self._by_step and state.is_world_process_zero:
+        if self._source is None and state.global_step and state.is_world_process_zero:
             logger.warning("%s watched nothing: %r never came", self.name, self.metric_key)
 
     @property
