@@ -231,7 +231,10 @@ class TrainerControlCallback(TrainerCallback):
             tls=self._make_tls(),
             add_routes=self._mount(args) if self.dashboard else None,
         )
-        self.server.start()
+        try:
+            self.server.start()
+        except ConfigError as error:  # a job that is started again may find its port taken
+            raise RuntimeError(str(error)) from error
         files.write_endpoint(
             self.host,
             self.server.port,
