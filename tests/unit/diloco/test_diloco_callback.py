@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from headway.callbacks import DiLoCoCallback
+from headway.engine.events import TrainerCallback
 from headway.errors import ConfigError
 from headway.testing import assert_no_import
+from headway.testing.diloco import serving, toy_model
 from headway.testing.trainer import tiny_trainer
 
 VARIABLES = {
@@ -171,3 +173,159 @@ def test_a_server_that_is_not_there_ends_the_run_before_it_trains(
     with pytest.raises(ConfigError, match=f"DiLoCo: {host}:{port}"):
         trainer.train()
     assert trainer.state.global_step == 0 and callback.worker is None
+
+
+# Runs with one
+
+PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "accumulate": "float64"}
+
+
+class Seen(TrainerCallback):
+    """The records and the weights of a run; stops or fails it at a step."""
+
+    def __init__(self, stop_at: int | None = None, fail_at: int | None = None) -> None:
+        self.stop_at, self.fail_at = stop_at, fail_at
+        self.logs: list[dict[str, Any]] = []
+        self.figures: dict[int, dict[str, float]] = {}
+        self.weights: dict[int, dict[str, Any]] = {}
+
+    def on_step_end(self, state: Any, control: Any, model: Any) -> None:
+        self.weights[state.global_step] = {
+            name: value.detach().clone() for name, value in model.named_parameters()
+        }
+        control.should_training_stop |= state.global_step == self.stop_at
+        if state.global_step == self.fail_at:
+            raise RuntimeError("power")
+
+    def on_log(self, logs: dict[str, Any]) -> None:
+        self.logs.append(dict(logs))
+
+    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        self.figures[step] = dict(metrics)
+
+
+class Early(Seen):
+    """One that reads records before most others."""
+
+    priority = 5
+
+
+def equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    import torch
+
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_a_run_with_one_worker_is_the_run_without_also_over_a_resume(tmp_path: Path) -> None:
+    settings = {"max_steps": 11, "learning_rate": 1e-2, "num_samples": 32}
+    alone = Seen()
+    tiny_trainer(tmp_path / "alone", [alone], **settings).train()
+    saves = {"save_strategy": "steps", "save_steps": 5}
+    with serving(tmp_path / "server", **PLAIN) as server:
+
+        def make() -> DiLoCoCallback:
+            return DiLoCoCallback(server.address, sync_every=3, bf16_comm=False)
+
+        first, second = Seen(stop_at=5), Seen()
+        begun, resumed = make(), make()
+        tiny_trainer(tmp_path, [begun, first], **settings, **saves).train()
+        assert server.core.book.workers == {}  # it has left
+        trainer = tiny_trainer(tmp_path, [resumed, second], **settings, **saves)
+        trainer.train(resume_from_checkpoint=True)
+        assert server.core.totals.num_rounds == 3
+    seen = {**first.weights, **second.weights}
+    assert seen.keys() == alone.weights.keys()
+    assert all(equal(values, alone.weights[step]) for step, values in seen.items())
+    assert resumed.state_dict()["worker_id"] == begun.state_dict()["worker_id"]
+    assert resumed.state_dict()["sync_count"] == 3
+
+
+def test_every_record_has_the_figures_whoever_reads_it(tmp_path: Path) -> None:
+    early, late = Early(), Seen()
+    with serving(tmp_path / "server") as server:
+        callback = DiLoCoCallback(server.address, sync_every=2)
+        tiny_trainer(tmp_path, [early, late, callback], max_steps=4).train()
+    for seen in (early, late):
+        steps = [one for one in seen.logs if "loss" in one]
+        assert [one["diloco/sync_count"] for one in steps] == [0, 1, 1, 2]
+        assert [one["diloco/local_step"] for one in steps] == [1, 0, 1, 0]
+        assert seen.figures[2]["diloco/sync_count"] == 1 and "diloco/drift" in seen.figures[4]
+        assert {f"diloco/{name}" for name in NAMES} <= steps[-1].keys()
+    assert 0 < late.logs[3]["diloco/drift"] < 1
+
+
+NAMES = [
+    "sync_count",
+    "local_step",
+    "last_sync_time",
+    "total_sync_time",
+    "last_send_mb",
+    "last_recv_mb",
+    "steps_per_second",
+    "sync_every",
+]
+
+
+def test_a_run_that_fails_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    with serving(tmp_path / "server") as server:
+        callback = DiLoCoCallback(server.address, sync_every=2)
+        with pytest.raises(RuntimeError, match="power"):
+            tiny_trainer(tmp_path, [callback, Seen(fail_at=3)], max_steps=4).train()
+        assert server.core.book.workers == {} and callback.worker is None
+
+
+def test_a_mistake_of_the_worker_ends_the_run_before_it_trains(tmp_path: Path) -> None:
+    with serving(tmp_path / "server", toy_model()) as server:
+        trainer = tiny_trainer(tmp_path, [DiLoCoCallback(server.address)], max_steps=4)
+        with pytest.raises(ConfigError, match=r"DiLoCo: .*not this server's model"):
+            trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_an_optimizer_in_the_backward_is_counted_like_any_other(tmp_path: Path) -> None:
+    with serving(tmp_path / "server", **PLAIN) as server:
+        callback = DiLoCoCallback(server.address, sync_every=2)
+        tiny_trainer(
+            tmp_path,
+            [callback],
+            max_steps=4,
+            fuse_optim_with_backward=True,
+            max_grad_norm=None,
+        ).train()
+        assert server.core.totals.num_rounds == 2
+
+
+def test_a_rollback_goes_back_with_the_snapshot(tmp_path: Path) -> None:
+    """To a checkpoint of the same round: the interval goes on from there as it was."""
+
+    class Back(Seen):
+        done = False
+
+        def on_step_settled(self, state: Any, control: Any) -> None:
+            if state.global_step == 5 and not self.done:
+                self.done = control.rollback = True
+
+    with serving(tmp_path / "server", **PLAIN) as server:
+        callback = DiLoCoCallback(server.address, sync_every=3, comm="float32")
+        seen = Back()
+        trainer = tiny_trainer(
+            tmp_path, [callback, seen], max_steps=9, save_strategy="steps", save_steps=4
+        )
+        trainer.train()
+        assert server.core.totals.num_rounds == 3
+    assert seen.done and callback.state_dict()["sync_count"] == 3
+
+
+def test_a_token_is_read_from_a_file_that_only_its_owner_reads(tmp_path: Path) -> None:
+    token = "k" * 40
+    file = tmp_path / "token"
+    file.write_text(token)
+    with serving(tmp_path / "server", disable_auth=False, token=token) as server:
+        file.chmod(0o644)
+        callback = DiLoCoCallback(server.address, sync_every=2, token_file=str(file))
+        with pytest.raises(ConfigError, match="token_file"):
+            tiny_trainer(tmp_path, [callback], max_steps=2).train()
+        file.chmod(0o600)
+        callback = DiLoCoCallback(server.address, sync_every=2, token_file=str(file))
+        tiny_trainer(tmp_path, [callback], max_steps=2).train()
+        assert server.core.totals.num_rounds == 1

@@ -191,6 +191,7 @@ def test_without_merging_the_progress_of_the_overlap_is_dropped(tmp_path: Path) 
         with stopped(worker):
             worker.train(6)
     assert same(worker.history[5], trained_alone(4)[3])
+    assert worker.worker.local_step == 2  # made on top of what was sent
 
 
 def test_more_fragments_than_layers_are_refused_before_anything_is_sent(tmp_path: Path) -> None:
