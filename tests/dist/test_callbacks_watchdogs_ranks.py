@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from headway import DDPTrainer, FSDP2Trainer, TrainerCallback
+from headway import DDPTrainer, FSDP2Trainer, PipelineTrainer, TrainerCallback
 from headway.callbacks import (
     HangWatchdogCallback,
     MonkeyPatcherCallback,
@@ -88,6 +88,45 @@ def test_one_flipped_bit_is_found_and_mended(tmp_path: Path) -> None:
         assert found["resync repaired"] == (0, 1)
         assert found["plain"][0] == []
     assert one["resync"][3] == two["resync"][3]
+
+
+def on_four(folder: str) -> dict[str, Any]:
+    """Two copies of two shards, and two pipelines of two stages."""
+    init_distributed(use_cpu=True)
+    rows = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "sharded": (FSDP2Trainer, {"fsdp2": {"shard_size": 2}}),
+        "pipelines": (PipelineTrainer, {"pipeline_size": 2, "n_microbatches": 2, **rows}),
+    }
+    found: dict[str, Any] = {}
+    for name, (kind, options) in kinds.items():
+        options = {"max_steps": 6, "save_steps": 3, **options}
+        plain = make(kind, f"{folder}/{name}", [], **options)
+        plain.train()
+        for action in ("rollback", "resync"):
+            check = ReplicaCheckCallback(3, action, optimizer_state=True)
+            trainer = make(kind, f"{folder}/{name}-{action}", [Flip(3, 5, 9), check], **options)
+            trainer.train()
+            mended = check.recovery.num_rollbacks, check.num_resyncs
+            found[name, action] = check.differences, mended, trainer.state.outcome
+            found[name, action, "total"] = weights(trainer)
+        found[name] = weights(plain)
+    return found
+
+
+@pytest.mark.slow
+def test_copies_of_shards_and_of_stages_are_compared(tmp_path: Path) -> None:
+    ranks = run_ranks(on_four, 4, str(tmp_path), timeout_s=140)
+    for found in ranks:
+        for name, who in (("sharded", "ranks 1, 3"), ("pipelines", "ranks 2, 3")):
+            for action, mended in (("rollback", (1, 0)), ("resync", (0, 1))):
+                (told,), done, outcome = found[name, action]
+                # Of the last step, told after the last save; a rollback takes the run up again.
+                assert told.startswith(f"after step 6 {who} hold different values")
+                assert done == mended and outcome == "completed"
+            assert found[name, "rollback", "total"] == found[name], "as without the flip"
+    assert ranks[1]["sharded", "resync", "total"] == ranks[3]["sharded", "resync", "total"]
+    assert ranks[2]["pipelines", "resync", "total"] == ranks[3]["pipelines", "resync", "total"]
 
 
 def on_three(folder: str) -> dict[str, Any]:
