@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from headway.callbacks import DiLoCoCallback
 from headway.checkpoint.distributed import DistributedRanks
 from headway.checkpoint.ranks import SoloRanks
+from headway.checkpoint.tensors import read_shards
 from headway.diloco.parameters import ParameterView
 from headway.engine.events import TrainerCallback
+from headway.errors import ConfigError
 from headway.testing import run_ranks, tiny_dataset, tiny_decoder
+from headway.testing.diloco import serving
 from headway.trainers.parallel import DDPTrainer, FSDP2Trainer, PipelineTrainer
 
 # A number of rows that two ranks cannot share evenly.
@@ -85,3 +90,89 @@ def test_every_strategy_shows_the_same_model_on_the_leader(tmp_path: Any) -> Non
             )
         total = sum(float(v.double().pow(2).sum()) for v in facts["first"].values())
         assert abs(4 * total - facts["owned"] - second[key]["owned"]) < 1e-6 * total, key
+
+
+# Training
+
+LAST = 7
+
+
+class Stop(TrainerCallback):
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, state: Any, control: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
+
+
+def train(
+    kind: str, folder: Path, address: str, stop_at: int | None = None, **options: Any
+) -> dict[str, Any]:
+    trainer_class, own = KINDS[kind]
+    callback = DiLoCoCallback(address, sync_every=3, comm="float32", **options)
+    trainer_class(
+        args={
+            "output_dir": str(folder),
+            "max_steps": LAST,
+            "save_strategy": "steps",
+            "save_steps": LAST,
+            "seed": 0,
+            "use_cpu": True,
+            "learning_rate": 1e-2,
+            **own,
+        },
+        model_init=make,
+        train_dataset=tiny_dataset(32, sequence_length=8, vocab_size=259),
+        callbacks=[callback, Stop(stop_at)],
+        default_callbacks=False,
+    ).train(resume_from_checkpoint=True)
+    return callback.state_dict()
+
+
+def train_all(folder: Path, addresses: dict[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in KINDS:
+        train(kind, folder / kind / "alone", "")
+        train(kind, folder / kind / "worker", addresses[kind], stop_at=4)
+        found[kind] = train(kind, folder / kind / "worker", addresses[kind])
+    # The snapshot of one strategy is cut anew for another.
+    train("fsdp2", folder / "other", addresses["other"], stop_at=5)
+    found["other"] = train("pipeline", folder / "other", addresses["other"])
+    found["fragments"] = train(
+        "fsdp2", folder / "fragments", addresses["fragments"], num_fragments=2
+    )
+    try:
+        train("ddp", folder / "nobody", "127.0.0.1:1", max_sync_retries=0)
+    except ConfigError as error:
+        found["nobody"] = str(error)
+    return found
+
+
+def test_a_worker_of_two_ranks_trains_as_without_a_server(tmp_path: Path) -> None:
+    plain = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "accumulate": "float64"}
+    names = [*KINDS, "other", "fragments"]
+    with (
+        serving(tmp_path / "s0", **plain) as ddp,
+        serving(tmp_path / "s1", **plain) as fsdp2,
+        serving(tmp_path / "s2", **plain) as pipeline,
+        serving(tmp_path / "s3", **plain) as other,
+        serving(tmp_path / "s4", num_fragments=2, **plain) as fragments,
+    ):
+        servers = dict(zip(names, (ddp, fsdp2, pipeline, other, fragments), strict=True))
+        addresses = {name: server.address for name, server in servers.items()}
+        first, second = run_ranks(train_all, 2, tmp_path, addresses, timeout_s=150)
+        rounds = {name: server.core.totals.num_rounds for name, server in servers.items()}
+    for kind in KINDS:
+        alone = read_shards(tmp_path / kind / "alone" / f"checkpoint-{LAST}", "model")
+        worked = read_shards(tmp_path / kind / "worker" / f"checkpoint-{LAST}", "model")
+        assert alone.keys() == worked.keys()
+        for name, value in alone.items():
+            assert torch.equal(value, worked[name]), (kind, name)
+        assert rounds[kind] == 2, "one registration for both ranks, two rounds of three steps"
+        assert first[kind]["sync_count"] == second[kind]["sync_count"] == 2
+        # Only the leader has what proves who the worker is.
+        assert first[kind]["worker_id"] == second[kind]["worker_id"]
+        assert first[kind]["session"] and second[kind]["session"] is None
+    assert rounds["other"] == 2 and first["other"]["sync_count"] == 2
+    assert rounds["fragments"] == first["fragments"]["fragment_syncs"] == LAST
+    assert "127.0.0.1:1 does not answer" in first["nobody"] and first["nobody"] == second["nobody"]
