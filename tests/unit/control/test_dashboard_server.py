@@ -389,6 +389,15 @@ def test_the_charts_script_comes_from_the_installed_package(tmp_path, open_board
     assert ask(without.server, "GET", "/assets/plotly.min.js", None)[0] == 404
 
 
+def test_large_downloads_by_anybody_are_few(tmp_path, open_board):
+    pytest.importorskip("plotly")
+    board = open_board(tmp_path)
+    path = "/assets/plotly.min.js"
+    statuses = [ask(board.server, "GET", path, None)[0] for _ in range(40)]
+    assert statuses[:8] == [200] * 8 and statuses.count(503) >= 10
+    assert ask(board.server, "GET", "/", None)[0] == 200
+
+
 def test_commands_are_those_of_the_schema(tmp_path, open_board):
     said = open_board(tmp_path).get("/api/commands")
     assert set(said) == set(COMMANDS)

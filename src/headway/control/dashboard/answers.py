@@ -195,11 +195,11 @@ class Answers:
 
 
 def _describe(run: Run) -> dict[str, Any]:
-    now = time.time()
+    now, figures = time.time(), run.latest
     latest = {
-        name: _wire(run.latest[recorded])
+        name: _wire(figures[recorded])
         for name, names in _USUAL.items()
-        for recorded in [next((n for n in names if n in run.latest), None)]
+        for recorded in [next((n for n in names if n in figures), None)]
         if recorded is not None
     }
     max_steps = run.max_steps

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.control.guarded import GuardedServer
+from headway.control.listener import Bucket
 from headway.control.schema import BadRequest
 from headway.control.security import ANSWER_HEADERS
 
@@ -33,6 +34,7 @@ _KINDS = {
 _KEPT = "no-cache"
 _BLOCK_BYTES = 1 << 16
 _MOST_DOWNLOADS = 8
+_DOWNLOADS_PER_S = 1.0
 _DOWNLOAD_S = 60.0
 
 
@@ -59,6 +61,7 @@ class Assets:
             size, version = charts.stat().st_size, importlib.metadata.version("plotly")
             self._found[CHARTS] = Asset(_KINDS[".js"], f'"plotly-{version}-{size}"', None, charts)
         self._num_downloads = 0
+        self._downloads = Bucket(_DOWNLOADS_PER_S, _MOST_DOWNLOADS)
 
     def add_routes(self, server: GuardedServer) -> None:
         """They hold nothing of any run, so they need no token."""
@@ -90,7 +93,10 @@ class Assets:
         """A large file in small parts: a slow reader must not hold all of it in memory."""
         from aiohttp import web
 
-        if self._num_downloads >= _MOST_DOWNLOADS:
+        # Anybody may ask for it, and it is the one answer that costs the process something.
+        too_soon = self._downloads.take() > 0
+        if too_soon or self._num_downloads >= _MOST_DOWNLOADS:
+            self._downloads.give_back()
             raise BadRequest(503, "too many downloads are under way; ask again later")
         answer = web.StreamResponse(headers={**ANSWER_HEADERS, **headers})
         answer.content_length = asset.path.stat().st_size

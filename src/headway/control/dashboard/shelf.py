@@ -58,15 +58,18 @@ class Shelf:
         self._roots, self._more = list(roots), more
         self._runs: dict[str, Run] = {}
         self._with_curves: OrderedDict[str, None] = OrderedDict()
-        self._looked_at = -_LOOK_S
+        self._look_again_at = 0.0
         self._lock = threading.Lock()
 
     def runs(self) -> list[Run]:
         """All of them, in the order in which they are found."""
         with self._lock:
-            if time.monotonic() - self._looked_at >= _LOOK_S:
+            began = time.monotonic()
+            if began >= self._look_again_at:
                 self._look()
-                self._looked_at = time.monotonic()
+                took_s = time.monotonic() - began
+                # A tree of many folders is looked through less often.
+                self._look_again_at = began + max(_LOOK_S, 20 * took_s if took_s > 0.1 else 0.0)
             return list(self._runs.values())
 
     def get(self, run_id: str) -> Run:
@@ -85,12 +88,15 @@ class Shelf:
         with self._lock:
             self._with_curves[run.id] = None
             self._with_curves.move_to_end(run.id)
-            if len(self._with_curves) <= _MOST_WITH_CURVES:
-                return
-            oldest = self._runs.get(self._with_curves.popitem(last=False)[0])
-        if oldest is not None:
-            with oldest.lock:
-                oldest.let_go()
+            for run_id in list(self._with_curves)[:-_MOST_WITH_CURVES]:
+                oldest = self._runs.get(run_id)
+                # Not waiting: who holds it may wait for this one. Then it goes the next time.
+                if oldest is not None and not oldest.lock.acquire(blocking=False):
+                    continue
+                del self._with_curves[run_id]
+                if oldest is not None:
+                    oldest.let_go()
+                    oldest.lock.release()
 
     def _look(self) -> None:
         found: dict[str, Run] = {}
