@@ -10,8 +10,13 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from headway import DDPTrainer, FSDP2Trainer, PipelineTrainer, TrainerCallback
-from headway.callbacks import DivergenceDetector, NaNGuardCallback, StepSkipRange
+from headway import AccelTrainer, DDPTrainer, FSDP2Trainer, PipelineTrainer, TrainerCallback
+from headway.callbacks import (
+    DivergenceDetector,
+    NaNGuardCallback,
+    ReplicaCheckCallback,
+    StepSkipRange,
+)
 from headway.checkpoint.sharding import local_tensor
 from headway.dist import init_distributed
 from headway.testing import run_ranks
@@ -162,6 +167,57 @@ def pipeline_steps(folder: Path) -> dict[str, Any]:
     )  # fmt: skip
     trainer.train()
     return {"taken": taken, "loss": final_loss(trainer), "skipped": detector.recovery.skip_steps}
+
+
+def on_accelerator(folder: str) -> dict[str, Any]:
+    """A poisoned batch, a gradient that is not finite, and weights that grow apart."""
+    from accelerate import Accelerator
+
+    class OnAccelerator(AccelTrainer):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(accelerator=Accelerator(cpu=True), **given)
+
+    class Spoil(TrainerCallback):
+        def on_gradients(self, model: Any, state: Any) -> None:
+            if state.global_step + 1 == 8:  # reduced by now, so it is so on all ranks
+                next(model.parameters()).grad.fill_(math.nan)
+
+        def on_step_begin(self, model: Any, state: Any) -> None:
+            if state.global_step + 1 == 5 and dist.get_rank() == 1:
+                next(model.parameters()).data[0] += 1.0
+
+    def train(name: str, callbacks: list[Any], **more: Any) -> Any:
+        trainer = poisoned_trainer(
+            Path(folder) / name, callbacks, OnAccelerator, num_shares=2, save_steps=5, **more
+        )
+        trainer.train()
+        return trainer
+
+    init_distributed(use_cpu=True)
+    guard = DivergenceDetector(action="rollback", threshold=0.6, patience=2)
+    poison = Poison(sample_at(BAD))
+    clean = train("clean", [Poison(None)], max_steps=36)
+    guarded = train("guarded", [poison, guard], max_steps=36)
+    nan_guard, check = NaNGuardCallback("skip"), ReplicaCheckCallback(2, "resync")
+    spoiled = train("spoiled", [Spoil(), nan_guard, check, StepSkipRange(2, 4)], max_steps=9)
+    return {
+        "clean": final_loss(clean),
+        "guarded": final_loss(guarded),
+        "hits": (poison.hits, guard.recovery.num_rollbacks),
+        "bad": (nan_guard.num_bad_steps, check.num_resyncs),
+        "end": (spoiled.state.outcome, spoiled.state.num_input_tokens_skipped > 0),
+        "total": float(sum(p.detach().double().sum() for p in spoiled.model.parameters())),
+    }
+
+
+@pytest.mark.slow
+def test_guards_on_an_accelerator(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    one, two = run_ranks(on_accelerator, 2, str(tmp_path), timeout_s=150)
+    assert one == two
+    assert one["hits"] == ([BAD], 1) and abs(one["guarded"] / one["clean"] - 1) < 0.01
+    assert one["bad"] == (1, 1)
+    assert one["end"] == ("completed", True)
 
 
 def live(folder: str) -> dict[str, Any]:
