@@ -29,7 +29,7 @@ ACCEPTS_PER_S = 10.0
 ACCEPT_BURST = 1200
 PATIENCE_S = 10.0
 """For a connection to bring a whole request."""
-_BACKLOG = 32
+_BACKLOG = 64
 _SWEEP_S = 1.0
 _ROOM_S = 0.05
 _DRAIN_LOOK_S = 0.02
