@@ -120,7 +120,7 @@ def export_folder(
             files = draft.write_shards("model", source.tensors, aliases=source.aliases)
         for name, path in source.files.items():
             if name == "config.json" and dtype is not None:
-                draft.write_json(name, {**read_json_object(path), "dtype": dtype}, indent=2)
+                draft.write_json(name, read_json_object(path) | dtype_settings(dtype), indent=2)
             else:
                 draft.take(path, name)
             files.append(name)
@@ -128,6 +128,11 @@ def export_folder(
         if optimizer_of is not None:
             _take_optimizer(draft, optimizer_of)
         return draft.commit(draft.describe(kind="export", step=source.step))
+
+
+def dtype_settings(dtype: str) -> dict[str, str]:
+    """What a config.json says of the dtype: version 4 of transformers reads the second name."""
+    return {"dtype": dtype, "torch_dtype": dtype}
 
 
 def _take_optimizer(draft: Draft, directory: Path) -> None:

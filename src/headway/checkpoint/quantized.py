@@ -19,7 +19,7 @@ from torch import nn
 
 from headway.args import HEAD_LAYERS
 from headway.checkpoint.draft import Draft
-from headway.checkpoint.export import Source, require_new
+from headway.checkpoint.export import Source, dtype_settings, require_new
 from headway.checkpoint.jsonfile import read_json_object
 from headway.checkpoint.tensors import num_bytes
 from headway.errors import ConfigError
@@ -198,7 +198,7 @@ def export_quantized(source: Source, block: dict[str, Any], target: Path, dtype:
             if name == "config.json":
                 config = {**read_json_object(path), CONFIG_KEY: block}
                 if dtype is not None:
-                    config["dtype"] = dtype
+                    config |= dtype_settings(dtype)
                 draft.write_json(name, config, indent=2)
             else:
                 draft.take(path, name)
