@@ -66,7 +66,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address-file", metavar="FILE", help="write HOST:PORT here once it listens"
     )
-    _add_rules(parser)
+    _add_rules(parser, None)
     group = parser.add_argument_group("who may take part")
     group.add_argument(
         "--token-file", metavar="FILE", help="tokens: 'WORKER TOKEN' or 'TOKEN' lines"
@@ -78,7 +78,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tls-key", metavar="FILE", help="its key")
 
 
-def _add_rules(parser: argparse.ArgumentParser) -> None:
+def _add_rules(parser: argparse.ArgumentParser, sync_every: int | None) -> None:
     """What server and `local` have in common."""
     group = parser.add_argument_group("rounds")
     group.add_argument(
@@ -88,7 +88,13 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
         "--min-workers", type=int, metavar="N", help="enough once the deadline is over"
     )
     group.add_argument("--mode", choices=("sync", "async"), default="sync")
-    group.add_argument("--sync-every", type=int, default=500, metavar="STEPS", help="local steps")
+    group.add_argument(
+        "--sync-every",
+        type=int,
+        default=sync_every,
+        metavar="STEPS",
+        help="local steps per exchange, which DyLU goes by",
+    )
     group.add_argument("--num-fragments", type=int, default=1, metavar="N")
     group.add_argument("--dylu", action="store_true", help="step counts by each worker's speed")
     group.add_argument("--deadline-s", type=float, default=600.0, metavar="S")
@@ -122,7 +128,7 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
 def _add_local(parser: argparse.ArgumentParser) -> None:
     parser.usage = "headway diloco local CONFIG --workers N [--any.key=value ...]"
     parser.add_argument("config", metavar="CONFIG", help="a run file (YAML)")
-    _add_rules(parser)
+    _add_rules(parser, 500)
     parser.add_argument("--comm", metavar="KIND", default="bf16", help="float32, bf16 or int8")
     parser.add_argument("--timeout-s", type=float, metavar="S", help="end all after so long")
 

@@ -36,6 +36,7 @@ VERBS = {
     "job": "ask something of a running job: status, save, stop, pause, set-lr and others",
     "generate": "continue a prompt with a trained model",
     "eval": "loss, perplexity and bits per byte of a model on data",
+    "diloco": "train one model with several runs that may be far apart",
     "checkpoint": "list, inspect, verify, compare, prune, convert and edit checkpoints",
     "finalize": "make a clean model folder of a checkpoint",
     "data": "make token files from text, and look into them",
