@@ -403,7 +403,8 @@ def test_exports_hold_the_same_weights(run, tmp_path, capsys):
     assert pickled["lm_head.weight"].data_ptr() == pickled["model.embed_tokens.weight"].data_ptr()
     halved = torch.load(tmp_path / "bin" / "pytorch_model.bin", weights_only=True)
     assert {t.dtype for t in halved.values()} == {torch.bfloat16}
-    assert json.loads((tmp_path / "bin" / "config.json").read_text())["dtype"] == "bfloat16"
+    settings = json.loads((tmp_path / "bin" / "config.json").read_text())
+    assert settings["dtype"] == settings["torch_dtype"] == "bfloat16"
     assert tree(run) == before
     assert "exists" in headway(capsys, "convert", run, tmp_path / "hf", code=2)
     assert "dtype" in headway(capsys, "convert", run, tmp_path / "x", "--dtype", "int8", code=2)
