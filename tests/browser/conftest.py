@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # and a test of another folder may come next in the same process.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    found = shutil.which("chromium")
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
     if found is None:
         reason = "chromium is not installed (apt-get install chromium)"
         if os.environ.get("CI") or os.environ.get("HEADWAY_NEEDS_BROWSER"):

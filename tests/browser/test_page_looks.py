@@ -25,7 +25,7 @@ FULL = {
     "memory": {"host": {"available_bytes": 2**34}, "cuda:0": {"allocated_bytes": 70 * 2**30}},
     "checkpoint": {"path": "/runs/three/checkpoint-2000", "step": 2000},
     "resume_command": "headway train run.yaml --args.resume_from_checkpoint true",
-    "directory": "/home/ada/project",
+    "directory": "/projects/seven",
     "host": "node7",
     "pid": 4711,
     "time": 1_790_000_000.0,
@@ -105,6 +105,10 @@ def test_every_tab_fits_the_screen(
     page.click("[data-command=generate_now]")
     assert not has_sideways_scroll(page)
     shoot(page, f"dialog-{size}-{scheme}")
+    page.keyboard.press("Escape")
+    for width in (320, 768, 1000):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert not has_sideways_scroll(page), width
 
 
 def test_the_theme_can_be_chosen_and_is_kept(open_page: Any, stub: Stub) -> None:

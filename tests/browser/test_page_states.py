@@ -62,6 +62,11 @@ def test_a_token_that_may_only_read_has_no_buttons_and_says_why(open_page: Any, 
     expect(buttons).not_to_have_count(0)
     assert buttons.evaluate_all("all => all.every((one) => one.disabled)")
     expect(page.locator("#commands-why")).to_contain_text("may only read")
+    # Another token in the address, and it is another role.
+    page.evaluate("token => { location.hash = `token=${token}`; }", CONTROL)
+    expect(page.locator("#role")).to_have_text("control")
+    expect(page.locator("[data-command=pause]")).to_be_enabled()
+    page.evaluate("token => { location.hash = `token=${token}`; }", READ)
     expect(page.locator("#role")).to_have_text("read only")
     shoot(page, "read-only")
     assert not stub.commands

@@ -43,8 +43,8 @@ export function setToken(value) {
   else sessionStorage.removeItem(TOKEN_KEY);
 }
 
-export function hasToken() {
-  return token !== null;
+export function tokenInUse() {
+  return token;
 }
 
 async function ask(method, path, body) {

@@ -1,7 +1,7 @@
 // The page: who is looking, which run is open, and the loop that asks for news.
 // It only reads, every two seconds; what reaches a run is a command, and nothing else.
 
-import { Refused, Unreachable, get, hasToken, runPath, setToken, takeToken } from "./api.js";
+import { Refused, Unreachable, get, runPath, setToken, takeToken, tokenInUse } from "./api.js";
 import { Charts } from "./charts.js";
 import { Commands } from "./commands.js";
 import { announce, byId, setAttr, setText, show } from "./dom.js";
@@ -158,7 +158,7 @@ async function followForever() {
       showReached();
     } catch (error) {
       if (error instanceof Refused && error.status === 401) {
-        askForToken(hasToken() ? "The server does not accept this token: it is wrong, or of another job." : null);
+        askForToken(tokenInUse() ? "The server does not accept this token: it is wrong, or of another job." : null);
         await new Promise((resolve) => { wake = resolve; });
         continue;
       }
@@ -201,14 +201,15 @@ function showSilence(error, wait) {
   page.silentSince ??= Date.now() / 1000;
   const connection = byId("connection");
   connection.dataset.state = "silent";
-  setText(connection, error.answered ? "Server busy" : "No answer");
   const run = focused();
-  const what = error.answered ? `The server cannot answer (${error.message})` : "No answer from the server";
+  const answered = error.answered || error instanceof Refused;
+  setText(connection, answered ? "No data" : "No answer");
+  const what = answered ? `The server cannot answer (${error.message})` : "No answer from the server";
   const parts = [
     `${what} since ${clock(page.silentSince)}. Trying again every ${Math.round(wait / 1000)} s;`,
     "what is shown below is from before.",
   ];
-  if (page.session && !page.session.standalone && run && !error.answered) {
+  if (page.session && !page.session.standalone && run && !answered) {
     parts.push(
       "This page is served by the run itself and goes away when the run ends. To see it then:",
       `headway dashboard ${run.output_dir ?? "RUN_DIR"}`,
@@ -236,7 +237,7 @@ function askForToken(why) {
 function enter() {
   show(byId("sign-in"), false);
   show(byId("workspace"), true);
-  show(byId("forget"), hasToken());
+  show(byId("forget"), tokenInUse() !== null);
   const { role } = page.session;
   show(byId("role"), true);
   setText(byId("role"), role === "control" ? "control" : "read only");
@@ -278,7 +279,8 @@ function start() {
     if (!document.hidden) wake();
   });
   addEventListener("hashchange", () => {
-    takeToken();
+    const before = tokenInUse();
+    if (takeToken() !== before) page.session = null; // another token may be of another role
     openTab(readAddress());
     wake();
   });

@@ -5,6 +5,8 @@ import { get, post, runPath } from "./api.js";
 import { byId, el, fill, table } from "./dom.js";
 import * as format from "./format.js";
 
+const MOST_COMPARED = 16; // the server's limit for one question
+
 function empty(text) {
   return el("p", { class: "empty" }, text);
 }
@@ -17,7 +19,7 @@ function pill(state) {
 
 export async function showConfig(run, runs) {
   const panel = byId("panel-config");
-  const compared = runs.length > 1 ? runs : [];
+  const compared = runs.length > 1 ? runs.slice(0, MOST_COMPARED) : [];
   const ids = compared.map((other) => encodeURIComponent(other.id)).join(",");
   const [answer, diff] = await Promise.all([
     get(runPath(run.id, "config")),
