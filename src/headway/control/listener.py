@@ -159,10 +159,12 @@ class Listener:
                 accepted.close()
                 raise
             if len(self._arriving) >= _MOST_ARRIVING:
-                next(iter(self._arriving)).cancel()
+                oldest = next(iter(self._arriving))
+                del self._arriving[oldest]
+                oldest.cancel()
             task = asyncio.create_task(self._serve(make_protocol, accepted))
             self._arriving[task] = None
-            task.add_done_callback(self._arriving.pop)
+            task.add_done_callback(lambda done: self._arriving.pop(done, None))
             await asyncio.sleep(self.connections.accepts.take())
 
     async def _serve(self, make_protocol: Callable[[], Any], accepted: socket.socket) -> None:
