@@ -165,8 +165,7 @@ class Flight:
     def _exchange(self) -> Outcome:
         if self._message is None:
             return self._fetch("reset", "what this worker has is not finite")
-        if self._dylu:
-            self._session.beat()
+        self._session.beat()  # the server knows its step and its speed before the round ends
         deadline = self._clock() + self._timeout_s
         while True:
             if self._should_end() or self._session.stopping.is_set() or self._canceled.is_set():
