@@ -155,7 +155,8 @@ class Gate(asyncio.Protocol):
             if end >= 0:
                 self._head, self._length = split_head(bytes(self._received[:end]), self._larger)
                 del self._received[: end + 4]
-        if self._head is None or len(self._received) < self._length:
+        # A body that is allowed to be larger is handed on as it comes.
+        if self._head is None or len(self._received) < self._length <= MOST_BODY_BYTES:
             self._wait()
         else:
             self._hand_on()
