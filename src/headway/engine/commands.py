@@ -47,6 +47,7 @@ class CommandRelay:
         self._rank, self._world_size = rank, world_size
         self._source: CommandSource | None = None
         self._apply: Apply | None = None
+        self._tick: Callable[[], None] | None = None
         self._agree: Callable[[int], int] = int
         self._store: Any = None
         # Trainers are made in the same order on all ranks.
@@ -58,10 +59,18 @@ class CommandRelay:
         self.paused = False
         """Whether the run waits after this step; the same on all ranks."""
 
-    def attach(self, source: CommandSource | None, apply: Apply) -> None:
+    def attach(
+        self,
+        source: CommandSource | None,
+        apply: Apply,
+        tick: Callable[[], None] | None = None,
+    ) -> None:
         """Begin to look. `apply` gets the same messages on every rank, after the same step, and
-        which ranks have nobody to give them to."""
-        self._source, self._apply = source, apply
+        which ranks have nobody to give them to.
+
+        `tick` is called at the end of every step: an event costs many times as much.
+        """
+        self._source, self._apply, self._tick = source, apply, tick
 
     def begin(self, agree: Callable[[int], int]) -> None:
         """A run begins, whose ranks come to one decision by `agree`."""
@@ -80,11 +89,17 @@ class CommandRelay:
 
     def detach(self) -> None:
         """Look no more."""
-        self._source = self._apply = None
+        self._source = self._apply = self._tick = None
 
     @property
     def pending(self) -> bool:
         """Whether this rank has something for all of them."""
+        return self._source is not None and self._source.pending
+
+    def look(self) -> bool:
+        """At the end of a step: whether this rank has something for all of them."""
+        if self._tick is not None:
+            self._tick()
         return self._source is not None and self._source.pending
 
     def deliver(self) -> None:

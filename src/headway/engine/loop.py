@@ -238,7 +238,7 @@ class TrainingLoop:
         if p.saves.finished:
             bits |= _SAVED
         bits |= _OPERATION * p.bookkeeping.shared_is_due
-        return bits | _COMMAND * p.commands.pending
+        return bits | _COMMAND * p.commands.look()
 
     def _follow(self, wanted: int) -> bool:
         """Do what ranks agreed on, and what comes of it; returns whether the run went back."""

@@ -211,28 +211,25 @@ class Acts:
         profiler = ProfilerCallback(
             start_step=state.global_step, num_steps=num_steps, output_dir=PROFILES_FOLDER
         )
-        profiler.on_train_begin(trainer.args, state, trainer.bus.control, trainer)
+        given = trainer.args, state, trainer.bus.control
+        profiler.on_train_begin(*given, trainer)
         self.profiler = profiler
+        # Now, and not when the next step begins: a run that is not traced need not look then.
+        profiler.on_step_begin(*given)
         first = state.global_step + 1
         return f"steps {first} to {first + num_steps - 1} are traced into {PROFILES_FOLDER}"
 
-    def begin_step(self) -> None:
-        """Only while `profiler` is there."""
-        self._profile(lambda one, *given: one.on_step_begin(*given))
-
     def end_step(self) -> None:
         """Only while `profiler` is there."""
-        self._profile(lambda one, *given: one.on_step_end(*given))
-        if self.profiler is not None and self.profiler.is_through:
-            self._end_profile()
-
-    def _profile(self, call: Callable[..., None]) -> None:
-        trainer = self._trainer
+        trainer, profiler = self._trainer, self.profiler
+        assert profiler is not None
         try:
-            call(self.profiler, trainer.args, trainer.state, trainer.bus.control)
+            profiler.on_step_end(trainer.args, trainer.state, trainer.bus.control)
         except Exception as error:
             # A trace is of this rank alone, and not worth the run.
             logger.warning("profile_next_steps failed: %s: %s", type(error).__name__, error)
+            self._end_profile()
+        if profiler.is_through:
             self._end_profile()
 
     def _end_profile(self) -> None:

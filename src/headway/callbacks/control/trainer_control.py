@@ -119,6 +119,7 @@ class TrainerControlCallback(TrainerCallback):
         self._acts: Acts | None = None
         self._desk: Desk | None = None
         self._trainer: Any = None
+        self._ended_step = 0
 
     @staticmethod
     def _check_place(
@@ -168,7 +169,8 @@ class TrainerControlCallback(TrainerCallback):
         self._acts = Acts(trainer, name)
         exchange: Callable[[Any], list[Any]] = agreement.exchange if args.world_size > 1 else _alone
         self._desk = Desk(self._acts, state, exchange, self.inbox, self.board)
-        trainer.commands.attach(self.inbox, self._desk.take)
+        self._ended_step = state.global_step
+        trainer.commands.attach(self.inbox, self._desk.take, self._look_at_step)
 
     def _wants_http(self) -> bool:
         if self.enable_http is False:
@@ -280,6 +282,7 @@ class TrainerControlCallback(TrainerCallback):
             logger.info("the run's server has no dashboard: %s", error)
             return None
         board, inbox = self.board, self.inbox
+        assert board is not None and inbox is not None
         output_dir, logging_dir = str(args.output_dir), args.logging_dir
 
         def add(server: ControlServer) -> None:
@@ -292,17 +295,17 @@ class TrainerControlCallback(TrainerCallback):
 
     # What is shown, and what commands wait for
 
-    def on_step_begin(self) -> None:
-        if self._acts is not None and self._acts.profiler is not None:
-            self._acts.begin_step()
-
-    def on_step_end(self) -> None:
+    def _look_at_step(self) -> None:
+        """A step has ended, or a pause of the run goes on."""
         if self._publisher is not None:
             self._publisher.end_step()
-        if self._acts is not None and self._acts.profiler is not None:
-            self._acts.end_step()
-        if self._desk is not None and self._desk.has_open:
-            self._desk.note_step(self._trainer.last_save_step)
+        acts, desk = self._acts, self._desk
+        assert acts is not None and desk is not None and self._trainer is not None
+        before, self._ended_step = self._ended_step, self._trainer.state.global_step
+        if acts.profiler is not None and self._ended_step != before:
+            acts.end_step()
+        if desk.has_open:
+            desk.note_step(self._trainer.last_save_step)
 
     def on_epoch_begin(self) -> None:
         if self._publisher is not None:
