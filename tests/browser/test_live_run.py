@@ -97,7 +97,7 @@ def test_a_run_is_watched_paused_changed_saved_and_stopped(
         expect(beside.locator("#run-state")).to_have_text("training", timeout=90_000)
         job = find_job("watched", jobs)
         # Through the run's own server.
-        own = open_page(scheme="dark", allow=("ERR_CONNECTION_REFUSED", "ERR_SOCKET"))
+        own = open_page(scheme="dark", allow=("net::ERR_",))
         own.goto(f"http://127.0.0.1:{job.endpoint.port}/#token={job.token()}")
         expect(own.locator("#run-state")).to_have_text("training")
         expect(own.locator("#run-list")).to_be_hidden()

@@ -79,10 +79,10 @@ def test_silence_is_told_with_its_beginning_and_ends_by_itself(open_page: Any, s
     stub.silent = True
     trouble = page.locator("#trouble")
     expect(trouble).to_contain_text(re.compile(r"No answer from the server since \d\d:\d\d:\d\d"))
-    expect(trouble).to_contain_text("every 2 s")
+    expect(trouble).to_contain_text(re.compile(r"every \d+ s"))
     shoot(page, "silence")
     page.click("#retry")
-    expect(trouble).to_contain_text("every 4 s")
+    expect(trouble).to_contain_text(re.compile(r"every (4|8|16|30) s"))
     expect(page.locator("#run-name")).to_have_text("one")
     stub.silent = False
     page.click("#retry")

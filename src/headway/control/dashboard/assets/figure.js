@@ -83,7 +83,7 @@ function tracesOf(key, curve, unit, options) {
   const line = { color: paint, width: 1.75, simplify: false };
   const format = metricKind(key) === "percent" ? ".2%" : ".5~g";
   const base = { x, type: "scatter", name, hovertemplate: `%{y:${format}}<extra>${name}</extra>` };
-  const mode = y.length <= 40 ? "lines+markers" : "lines";
+  const mode = y.length <= 20 ? "lines+markers" : "lines";
   const traces = [];
   if (options.smoothing > 0) {
     traces.push({ ...base, y, mode: "lines", line: { ...line, width: 1 }, opacity: 0.25, hoverinfo: "skip", hovertemplate: null });
