@@ -76,6 +76,16 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path):
     assert found.anew and steps(found) == [1, 2, 3]
 
 
+def test_another_file_with_the_same_end_is_read_anew_too(tmp_path):
+    log, tail = tmp_path / NAME, LogTail(tmp_path, NAME)
+    end = line(2, text="x" * 300)
+    log.write_text(line(1, loss=1.0) + end)
+    assert steps(tail.read()) == [1, 2]
+    (tmp_path / "other").write_text(line(1, loss=9.0) + end)
+    os.replace(tmp_path / "other", log)
+    assert [record.get("loss") for record in tail.read().records] == [9.0, None]
+
+
 def test_a_file_that_was_cut_and_has_grown_beyond_is_read_anew(tmp_path):
     log, tail = tmp_path / NAME, LogTail(tmp_path, NAME)
     log.write_text(line(1) + line(2, loss=2.0) + line(3, loss=3.0))

@@ -19,7 +19,9 @@ from headway.control.schema import COMMANDS
 from headway.control.status import StatusBoard
 
 pytest.importorskip("aiohttp")
+from headway.control.dashboard.answers import Answers
 from headway.control.dashboard.mounted import mount
+from headway.control.dashboard.shelf import Shelf
 from headway.control.dashboard.standalone import DashboardServer
 from headway.control.server import ControlServer
 
@@ -180,7 +182,6 @@ def test_states_of_runs(tmp_path, open_board):
     write_run(tmp_path / "mended", [*records_of(3, end=False)])
     (tmp_path / "mended" / "post_mortem.json").write_text('{"error": "x", "value": NaN}')
     (tmp_path / "empty" / "run").mkdir(parents=True)
-    (tmp_path / "elsewhere").symlink_to(tmp_path / "a")
     board = open_board(tmp_path)
     states = {run["name"]: run["state"] for run in board.get("/api/runs")["runs"]}
     assert states == {
@@ -230,16 +231,26 @@ def test_a_log_that_vanishes_under_a_known_run_leaves_what_was_read(tmp_path, op
     assert board.get(f"/api/runs/{run}/checkpoints") == {"checkpoints": []}
 
 
-def test_curves_in_memory_are_few(tmp_path, open_board, monkeypatch):
+def test_links_lead_to_no_other_run(tmp_path, open_board):
+    write_run(tmp_path / "runs" / "mine", records_of(1))
+    write_run(tmp_path / "outside" / "theirs", records_of(1))
+    (tmp_path / "runs" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "given").symlink_to(tmp_path / "runs")
+    assert set(open_board(tmp_path / "given").ids()) == {"mine"}
+
+
+def test_curves_in_memory_are_few(tmp_path, monkeypatch):
     monkeypatch.setattr("headway.control.dashboard.shelf._MOST_WITH_CURVES", 2)
     for number in range(4):
         write_run(tmp_path / f"run-{number}", records_of(5 + number))
-    board = open_board(tmp_path)
+    shelf = Shelf([tmp_path])
+    answers = Answers(shelf)
     for _ in range(2):
-        for number in range(4):
-            run = board.ids()[f"run-{number}"]
-            found = board.get(f"/api/runs/{run}/series?keys=loss")["series"]["loss"]
-            assert found["total"] == 5 + number
+        for run in shelf.runs():
+            said = json.loads(answers.ask("series", run.id, [("keys", "loss")]))
+            assert said["series"]["loss"]["total"] == 5 + int(run.name[-1])
+            held = [one for one in shelf.runs() if one.columns is not None]
+            assert run in held and len(held) <= 2
 
 
 # -- other files ------------------------------------------------------------------------------
