@@ -86,6 +86,8 @@ class DiLoCoServer(GuardedServer):
         self.most_connections = max(128, 4 * self.options.num_workers + 64)
         self._disable_auth = disable_auth
         self._given = choose_tokens(token, token_file, disable_auth)
+        if type(port) is not int or not 0 <= port < 65536:
+            raise ConfigError(f"port={port!r}: allowed is 0 (any that is free) to 65535")
         tls = make_tls(tls_cert, tls_key)
         super().__init__(
             tokens={} if disable_auth else {"control": "known by the guard"},
@@ -105,6 +107,7 @@ class DiLoCoServer(GuardedServer):
         self._own_guard: WorkerGuard | None = None
         self._intake: ThreadPoolExecutor | None = None
         self._heavy: ThreadPoolExecutor | None = None
+        self._stopping = False
         self._uploading: set[tuple[str, int]] = set()
         self._changed: asyncio.Event | None = None
         self._wake: asyncio.Event | None = None
@@ -158,6 +161,7 @@ class DiLoCoServer(GuardedServer):
         self.core.close()
 
     def _before_stop(self) -> None:
+        self._stopping = True
         if self._loop is not None and not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._tell)
@@ -331,8 +335,7 @@ class DiLoCoServer(GuardedServer):
             changed = self._changed
             found = book.describe_round(query.text("round"), fragment, worker)
             left_s = until - time.monotonic()
-            over = self._over is None or self._over.is_set()
-            if found["state"] != "open" or left_s <= 0 or over or changed is None:
+            if found["state"] != "open" or left_s <= 0 or self._stopping or changed is None:
                 break
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
