@@ -25,8 +25,9 @@ import yaml
 from callback_cases import CASES, Case, callback_classes
 
 from headway import TrainerCallback
+from headway.callbacks.profile import malloc_trace
 from headway.config import load_run
-from headway.dist import cleanup_distributed, init_distributed
+from headway.dist import cleanup_distributed, init_distributed, watch
 from headway.trainers.from_config import build_trainer
 
 FAILS_AT, LAST_STEP = 3, 4
@@ -140,7 +141,7 @@ def component(name: str, url: str, folder: Path, **changes: Any) -> dict[str, An
 
 
 def group_of(name: str) -> str:
-    """The room of a callback: log, watch, profile, remote, control, guard, save, schedule, evaluate."""
+    """The room of a callback, such as log or watch."""
     return callback_classes()[name].__module__.split(".")[2]
 
 
@@ -279,7 +280,8 @@ def _process(folder: Path) -> dict[str, list[str]]:
         "file": list(_open_files()),
         "handler": [repr(handler) for handler in logging.getLogger().handlers],
         "stream": [f"stdout {id(sys.stdout)}", f"stderr {id(sys.stderr)}"],
-        "tracing": ["headway tracemalloc"] * tracemalloc.is_tracing(),
+        # Where ending it can crash the process it goes on, and is no leak.
+        "tracing": ["headway tracemalloc"] * (tracemalloc.is_tracing() and malloc_trace._CAN_STOP),
         "profiler": ["headway profiler"] * torch._C._autograd._profiler_enabled(),
     }
 
@@ -299,6 +301,8 @@ def _open_files() -> Iterator[str]:
 
 def live_on_rank(folder: str, groups: Mapping[str, Sequence[str]], url: str) -> dict[str, Life]:
     """Every group's life on this rank, by the group's name."""
+    # Here life goes on after a failure: however slow the machine is, the process is not ended.
+    watch.GRACE_S = watch.LAST_S = 120.0
     rank = init_distributed(use_cpu=True).rank
     watch_writes()
     lives = {}

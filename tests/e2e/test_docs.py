@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 
 FENCE = re.compile(r"(?P<ticks>`{3,})(?P<language>\w*)[ \t]*(?P<tags>[^`\n]*)")
 
