@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long test-faults test-fuzz lint unit browser bench clean
+.PHONY: demo test test-long test-faults test-fuzz test-diloco lint unit browser bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/headway demo
@@ -38,6 +38,11 @@ test-faults: $(INSTALLED)
 # results add to benchmarks/results/control-fuzz-<date>.md.
 test-fuzz: $(INSTALLED)
 	$(BIN)/python benchmarks/control_fuzz.py
+
+# Hostile requests to a DiLoCo server and kills of it, about ten minutes; the results add to
+# benchmarks/results/diloco-faults-<date>.md.
+test-diloco: $(INSTALLED)
+	$(BIN)/python benchmarks/diloco_faults.py
 
 # The stamp is newer than what it was made from, so a second run installs nothing.
 $(INSTALLED): pyproject.toml constraints.txt
