@@ -21,6 +21,8 @@ from headway.config.schema import Component
 from headway.config.typecheck import Problem, conform, describe, field_types, fit, members
 from headway.errors import ConfigError, nearest, unknown
 
+_CALLBACKS = "headway.callbacks."
+
 
 class BuildError(ConfigError):
     """A class or function that a run file names could not be called with what it gives."""
@@ -54,6 +56,9 @@ def find_problems(component: Component, slot: str, path: str) -> list[Problem]:
         problems.append(Problem((f"{prefix}init_args.{name}" if name else path,), message))
     if dotted in BUILT_FROM and not problems:
         problems += _try_values(target, component.init_args, f"{prefix}init_args")
+    if dotted.startswith(_CALLBACKS) and not problems and not _has_nested(component.init_args):
+        values = {n: signature.convert(n, value) for n, value in component.init_args.items()}
+        problems += _try_callback(target, values, f"{prefix}init_args")
     return problems
 
 
@@ -179,6 +184,44 @@ def _try_values(target: Callable[..., Any], values: Mapping[str, Any], path: str
     except ConfigError as error:
         return [Problem((_place(message, values, path),), message) for message in error.problems]
     return []
+
+
+def _try_callback(
+    target: Callable[..., Any], values: Mapping[str, Any], path: str
+) -> list[Problem]:
+    """What a callback of ours says of its values: making one checks them and does nothing else.
+
+    It says one thing at a time, so it is asked again without what it refused. What is not about a
+    value, such as a package that is not installed here, is told when the callback is built.
+    """
+    left, found = dict(values), list[Problem]()
+    refused: set[str] = set()
+    while True:
+        try:
+            target(**left)
+        except ConfigError as error:
+            message = error.problems[0]
+            name = _blame(message, left)
+            # What follows from a value that was left out is no mistake.
+            if name is None or refused & {*re.findall(r"\w+", message)}:
+                return found
+            found.append(Problem((f"{path}.{name}",), message))
+            refused.add(name)
+            del left[name]
+        except Exception:
+            return found
+        else:
+            return found
+
+
+def _blame(message: str, values: Mapping[str, Any]) -> str | None:
+    """The argument whose value a message refuses: it opens with it, or shows the value."""
+    words = re.sub(r"^\w+: ", "", message).removeprefix("unknown ")
+    first = re.match(r"\w+", words)
+    if first is not None and first[0] in values:
+        return first[0]
+    named = [word for word in re.findall(r"\w+", message) if word in values]
+    return next((name for name in named if repr(values[name]) in message), None)
 
 
 def _place(message: str, values: Mapping[str, Any], path: str) -> str:

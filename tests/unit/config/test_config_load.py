@@ -2,12 +2,14 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from headway import TrainingArguments
 from headway.config import load_run, resolved_config
+from headway.config.components import _try_callback
 from headway.config.load import _Files
 from headway.errors import ConfigError
 
@@ -251,3 +253,46 @@ def test_a_run_file_is_warned_about_options_without_effect(tmp_path, caplog):
     assert "without effect, since torch_compile is False" in caplog.text
     with pytest.warns(UserWarning, match="without effect"):
         TrainingArguments.from_dict({"torch_compile_mode": "reduce-overhead"})
+
+
+CALLBACKS = """\
+callbacks:
+  gc:
+    class_path: GarbageCollectorCallback
+    init_args:
+      full_every: 3
+      gc_interval: 0
+  hang: {class_path: HangWatchdogCallback, init_args: {limit_s: -1, action: abrt}}
+  convert: {class_path: HFConverterCallback, init_args: {debug: true}}
+  skip:
+    class_path: StepSkipRange
+    init_args: {start: 5, stop: 4}
+  wandb: {class_path: WandBCallback, init_args: {project: kite}}
+"""
+
+
+def test_values_that_callbacks_refuse_are_told_with_their_lines_all_at_once(write, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # not installed: that is told when it is built
+    path = write(MODEL + CALLBACKS)
+    (gc, limit, action, debug, skip) = problems_of(path)
+    assert gc.startswith("run.yaml:7: callbacks.gc.init_args.gc_interval: ")
+    assert "GarbageCollectorCallback: gc_interval: 0 given" in gc
+    assert limit.startswith("run.yaml:8: callbacks.hang.init_args.limit_s: ") and "-1" in limit
+    assert (
+        action.startswith("run.yaml:8: callbacks.hang.init_args.action: ") and "'abort'" in action
+    )
+    assert debug.startswith("run.yaml:9: callbacks.convert.init_args.debug: ")
+    assert skip.startswith("run.yaml:12: callbacks.skip.init_args.stop: ") and "start=5" in skip
+    given = problems_of(path, ["--callbacks.gc.init_args.gc_interval=-7"])
+    assert given[0].startswith("command line: callbacks.gc.init_args.gc_interval: ")
+
+
+def test_what_follows_from_a_refused_value_is_not_told_as_a_mistake():
+    def make(validate=False, debug=False):
+        if validate not in (True, False):
+            raise ConfigError(f"Kind: validate: {validate!r} given; allowed: true or false")
+        if debug and not validate:
+            raise ConfigError("Kind: debug: True given; it needs validate")
+
+    found = _try_callback(make, {"debug": True, "validate": "x"}, "at")
+    assert [problem.options for problem in found] == [("at.validate",)]
