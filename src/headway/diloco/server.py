@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -53,6 +54,7 @@ PREFIX = "/diloco/v1"
 MOST_WAIT_S = 25.0
 _MOST_BODY_BYTES = 1 << 44
 """What the head of a request may announce; the header of the body is held to the model's size."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _TICK_S = 0.25
 _RETRY_S = 1.0
 
@@ -266,6 +268,11 @@ class DiLoCoServer(GuardedServer):
                 reason = str(more.pop("reason", "bad_request"))
             except ConfigError as error:
                 status, reason, words, more = 422, "bad_request", str(error), {}
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                logger.error("a body cannot be kept: %s", error)
+                status, reason, words, more = 503, "no_room", "the server's disk is full", {}
             counts = self.core.book.num_refused
             counts[reason] = counts.get(reason, 0) + 1
             await drain(request)

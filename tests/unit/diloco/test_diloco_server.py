@@ -19,7 +19,7 @@ import torch
 
 from headway.diloco import DiLoCoClient, DiLoCoServer, Specification, replay
 from headway.diloco.compression import decode, encode
-from headway.diloco.faults import Refused, RoundOver, UnknownSession, VersionMismatch
+from headway.diloco.faults import Refused, RoundOver, UnknownSession, Unreachable, VersionMismatch
 from headway.diloco.wire import CONTENT_TYPE, Message, compose
 from headway.errors import ConfigError
 from headway.testing.proofs.diloco_hostile import prove_hostile
@@ -600,6 +600,23 @@ def test_a_disk_that_is_full_holds_the_round_until_it_is_not(
         worker.submit(worker.message(1))
         assert worker.wait()["counted"] is True
     assert left < 0 and "No space left" in caplog.text
+
+
+def test_a_body_that_does_not_fit_on_the_disk_can_be_sent_again(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = running(num_workers=1)
+    worker = Player(server, "a")
+
+    def full(self: Any, data: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("headway.diloco.intake.Spool.write", full)
+        with pytest.raises(Unreachable, match="disk is full"):
+            worker.submit(worker.message(1))
+    worker.submit(worker.message(1))
+    assert worker.wait()["counted"] is True
 
 
 def test_stopping_does_not_wait_for_those_who_wait(running: Any) -> None:
