@@ -52,6 +52,8 @@ class Roll(Protocol):
 
     def add(self, transport: asyncio.BaseTransport) -> None: ...
 
+    def remove(self, transport: asyncio.BaseTransport) -> None: ...
+
 
 def split_head(head: bytes, larger: Mapping[str, int] | None = None) -> tuple[bytes, int]:
     """The head of a request as the library gets it, and the length of the body that follows.
@@ -248,6 +250,8 @@ class Gate(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self._transport is not None:
+            self._roll.remove(self._transport)
         if self._behind is not None:
             self._behind.connection_lost(error)
         self._transport = self._behind = self._timer = None

@@ -29,7 +29,7 @@ ACCEPTS_PER_S = 10.0
 ACCEPT_BURST = 1200
 PATIENCE_S = 10.0
 """For a connection to bring a whole request."""
-_BACKLOG = 64
+_BACKLOG = 32
 _SWEEP_S = 1.0
 _ROOM_S = 0.05
 _DRAIN_LOOK_S = 0.02
@@ -91,9 +91,8 @@ class Connections:
         return len(self._idle_since) < most
 
     def sweep(self, patience_s: float, most: int) -> None:
-        """Forget what is closed, close what has come to nothing; the oldest if there are many."""
-        for transport in [t for t in self._idle_since if t.is_closing()]:
-            self._forget(transport)
+        """Close what has come to nothing; the oldest if there are many. Also what is being closed
+        already: that takes as long as somebody likes who does not read the rest."""
         idle = [t for t in self._idle_since if t not in self._busy]
         too_many = len(self._idle_since) - most
         late = time.monotonic() - patience_s
@@ -101,9 +100,10 @@ class Connections:
             if number < too_many or self._idle_since[transport] < late:
                 abort = getattr(transport, "abort", transport.close)
                 abort()
-                self._forget(transport)
+                self.remove(transport)
 
-    def _forget(self, transport: asyncio.BaseTransport) -> None:
+    def remove(self, transport: asyncio.BaseTransport) -> None:
+        """It is closed."""
         self._idle_since.pop(transport, None)
         self._busy.discard(transport)
 

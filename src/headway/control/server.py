@@ -174,5 +174,8 @@ async def _send_event(answer: web.StreamResponse, number: int | None, event: Any
 
 async def _write(answer: web.StreamResponse, data: bytes) -> None:
     """A reader that does not read is let go."""
-    async with asyncio.timeout(PATIENCE_S):
-        await answer.write(data)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await answer.write(data)
+    except TimeoutError:
+        raise ConnectionAbortedError("the reader does not read") from None

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from headway.control.listener import ACCEPT_BURST
 from headway.testing.controlled import ControlledProcess, Options
 from headway.testing.proofs.control_requests import ALLOWED, FORBIDDEN, Facts, Maker, Request
 from headway.testing.proofs.outcome import Outcome
@@ -264,7 +265,8 @@ def _measure(
     # The burst that is allowed at first is not what a flood costs.
     counter = _Flood(target, maker)
     with counter:
-        target.begin_steps(3 * stretch_s, core)()
+        while counter.num_sent < 1.5 * ACCEPT_BURST:
+            target.begin_steps(stretch_s, core)()
     before = target.look()
     quiet, flooded, shares, answers = [_steps(target, stretch_s, core)], [], [], []
     for _ in range(num_pairs):
