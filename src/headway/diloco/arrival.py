@@ -13,7 +13,7 @@ from typing import Any
 
 from headway.diloco.backoff import Backoff
 from headway.diloco.compression import encode
-from headway.diloco.faults import DiLoCoError, Refused
+from headway.diloco.faults import DiLoCoError, Refused, Unreachable
 from headway.diloco.flight import Flight, Outcome
 from headway.diloco.parameters import ParameterView
 from headway.diloco.session import Session
@@ -121,9 +121,16 @@ class Arriving:
             try:
                 session.client.upload(message, worker=session.worker_id, session=session.session)
                 return {}
-            except Refused as error:
-                reason = error.answer.get("reason")
-                if reason == "not_first" and session.register()["server"].get("has_parameters"):
+            except (Refused, Unreachable) as error:
+                # Another worker may be about it: then this one is too late, or too early to know.
+                waits = isinstance(error, Unreachable) or error.answer.get("reason") == "not_first"
+                if waits and self._has_parameters():
                     return {}
-                if reason != "not_first" or time.monotonic() > deadline_s or not backoff.wait():
+                if not waits or time.monotonic() > deadline_s or not backoff.wait():
                     raise
+
+    def _has_parameters(self) -> bool:
+        try:
+            return bool(self._session.register()["server"].get("has_parameters"))
+        except Unreachable:
+            return False

@@ -164,6 +164,7 @@ class Core:
             said["worker_id"],
             now,
             resume_session=said["resume_session"],
+            claim=said["claim"],
             comm=said["comm"],
             sync_every=said["sync_every"],
             step=said["step"],

@@ -63,7 +63,7 @@ def parse_registration(said: Any) -> dict[str, Any]:
     check_version(said.get("protocol"))
     model = _object(said.get("model"), "model")
     group = _object(said.get("group", {}), "group")
-    resume = said.get("resume_session")
+    resume, claim = said.get("resume_session"), said.get("claim")
     if said.get("comm") not in COMMS:
         raise _bad(f"comm must be one of {', '.join(COMMS)}")
     return {
@@ -77,6 +77,7 @@ def parse_registration(said: Any) -> dict[str, Any]:
         "comm": said["comm"],
         "step": _whole(said.get("step", 0), "step", 0),
         "resume_session": None if resume is None else _text(resume, "resume_session"),
+        "claim": None if claim is None else _text(claim, "claim"),
         "group": {
             "world_size": _whole(group.get("world_size", 1), "group.world_size", 1, 1 << 20),
             "strategy": _text(group.get("strategy", "single"), "group.strategy"),

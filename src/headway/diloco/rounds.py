@@ -77,6 +77,19 @@ class Worker:
     num_sent_bytes: int = 0
     last_norm: float | None = None
     attempts: dict[str, int] = field(default_factory=dict)
+    claim: str | None = field(default=None, repr=False)
+    """A secret of the worker's own: it proves who it is when the answer to a registration, and
+    the session in it, was lost on the way."""
+
+    def is_shown_by(self, session: str | None, claim: str | None) -> bool:
+        """Whether somebody has shown to be this worker."""
+        pairs = ((self.session, session), (self.claim, claim))
+        return any(
+            own is not None
+            and given is not None
+            and secrets.compare_digest(own.encode(), given.encode("utf-8", "replace"))
+            for own, given in pairs
+        )
 
 
 @dataclass(frozen=True)
@@ -160,10 +173,7 @@ class RoundBook:
         """A new session for a worker. What its earlier one has sent for rounds that are open is
         forgotten: it says itself what it wants to send."""
         known = self.workers.get(worker_id)
-        if known is not None and not (
-            resume_session is not None
-            and secrets.compare_digest(known.session.encode(), resume_session.encode())
-        ):
+        if known is not None and not known.is_shown_by(resume_session, facts.get("claim")):
             raise Refusal(
                 409,
                 "id_taken",

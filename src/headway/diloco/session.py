@@ -11,16 +11,28 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from headway.diloco.backoff import FIRST_S, Backoff
 from headway.diloco.client import DiLoCoClient, as_registration_fault
-from headway.diloco.faults import MISTAKES, DiLoCoError, Refused, UnknownSession, Unreachable
+from headway.diloco.faults import (
+    MISTAKES,
+    DiLoCoError,
+    IdTaken,
+    Refused,
+    UnknownSession,
+    Unreachable,
+)
 
 logger = logging.getLogger(__name__)
+
+_MISSED = 4.0
+"""Intervals of signs of life after which a server has surely let a worker go."""
 
 
 class Session:
@@ -54,26 +66,42 @@ class Session:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._lost = False
+        self._claim: str | None = None
 
     # -- registration -----------------------------------------------------------------------
 
     def register(self, earlier: str | None = None, *, attempts: int = 1) -> dict[str, Any]:
         """Take part, as the one that had the session `earlier` if it is given.
 
-        A server that does not answer is asked `attempts` times in all.
+        A server that does not answer is asked `attempts` times in all. One that says the id is
+        taken may mean an earlier process of this worker, whose last session nobody knows any more:
+        it is let go when it gives no sign of life, and waited for until then.
         """
         backoff = Backoff(self.first_pause_s, stop=self.stopping)
+        # What the file says is newer than what a checkpoint does.
+        remembered = self._remembered()
+        previous = remembered.get("session") or earlier
+        if self._claim is None:
+            # On the disk before the server has it: a crash in between leaves nobody locked out.
+            self._claim = remembered.get("claim") or secrets.token_hex(16)
+            self._remember()
+        patience_s = time.monotonic() + _MISSED * self._heartbeat_s
         while True:
             try:
-                return self._register(earlier or self._remembered())
+                return self._register(previous)
             except Unreachable:
                 attempts -= 1
                 if attempts <= 0 or not backoff.wait():
                     raise
+            except IdTaken:
+                over = previous is None or time.monotonic() > patience_s
+                if over or self.stopping.wait(min(1.0, 5 * self.first_pause_s)):
+                    raise
 
     def _register(self, earlier: str | None) -> dict[str, Any]:
         with self._lock:
-            facts = {**self._facts, "worker_id": self.worker_id, "step": self.step}
+            own = {"worker_id": self.worker_id, "step": self.step, "claim": self._claim}
+            facts = {**self._facts, **own}
             previous = self.session or earlier
             if previous is not None:
                 facts["resume_session"] = previous
@@ -107,15 +135,16 @@ class Session:
 
     # -- the file ---------------------------------------------------------------------------
 
-    def _remembered(self) -> str | None:
-        """The session of a process before this one that had the same id."""
+    def _remembered(self) -> dict[str, str]:
+        """What a process before this one, with the same id, has left: its session and its claim."""
         if self._file is None:
-            return None
+            return {}
         try:
             found = json.loads(self._file.read_text())
-            return str(found["session"]) if found["worker_id"] == self.worker_id else None
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+            kept = {name: found[name] for name in ("session", "claim") if found.get(name)}
+            return kept if found["worker_id"] == self.worker_id else {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
 
     def _remember(self) -> None:
         if self._file is None:
@@ -126,7 +155,8 @@ class Session:
             # The session proves who the worker is: it is for its owner's eyes.
             descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with open(descriptor, "w") as file:
-                json.dump({"worker_id": self.worker_id, "session": self.session}, file)
+                known = {"session": self.session, "claim": self._claim}
+                json.dump({"worker_id": self.worker_id, **known}, file)
             beside.replace(self._file)
         except OSError as error:
             logger.warning("DiLoCo: the session is not kept in %s: %s", self._file, error)
