@@ -36,6 +36,9 @@ class Live(Protocol):
     async def statuses(self) -> dict[str, Status | None]:
         """Every run that has a job, and what that says of itself; None if it does not answer."""
 
+    async def has(self, run_id: str) -> bool:
+        """Whether the run has a job."""
+
     async def status(self, run_id: str) -> Status | None: ...
 
     async def command(self, run_id: str, said: Any) -> dict[str, Any]: ...
@@ -51,6 +54,9 @@ class OwnJob:
 
     async def statuses(self) -> dict[str, Status | None]:
         return {self._run_id: self._board.status}
+
+    async def has(self, run_id: str) -> bool:
+        return run_id == self._run_id
 
     async def status(self, run_id: str) -> Status | None:
         return self._board.status if run_id == self._run_id else None
@@ -84,6 +90,9 @@ class FoundJobs:
 
     async def statuses(self) -> dict[str, Status | None]:
         return await self._threads.run(self._all_statuses)
+
+    async def has(self, run_id: str) -> bool:
+        return run_id in await self._threads.run(self._jobs)
 
     async def status(self, run_id: str) -> Status | None:
         job = (await self._threads.run(self._jobs)).get(run_id)

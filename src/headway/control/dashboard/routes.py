@@ -121,7 +121,9 @@ class Routes:
 
     async def _known(self, request: web.Request) -> str:
         run_id = request.match_info["run_id"]
-        await self._source.ask("known", run_id)
+        # A command to a live job must not have to wait for those who look at curves.
+        if not await self._live.has(run_id):
+            await self._source.ask("known", run_id)
         return run_id
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from headway.control.dashboard.answers import Answers, Query
+from headway.control.listener import Bucket
 from headway.control.schema import BadRequest
 
 Result = TypeVar("Result")
@@ -26,6 +27,8 @@ _MOST_WAITING = 48
 _PATIENCE_S = 30.0
 _AGAIN_S = 5.0
 _MOST_LINE_BYTES = 4096
+_ASKS_PER_S, _ASK_BURST = 20.0, 60
+"""Of a run's own server: ten pages that look at it."""
 
 
 class Source(Protocol):
@@ -77,6 +80,7 @@ class ProcessSource:
         self._about = [folder, logging_dir, name]
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
+        self._pace = Bucket(_ASKS_PER_S, _ASK_BURST)
         self._num_waiting = 0
         self._started_at = -_AGAIN_S
 
@@ -100,6 +104,8 @@ class ProcessSource:
     async def _wait_and_put(self, question: bytes) -> tuple[int, bytes]:
         self._num_waiting += 1
         try:
+            # Also to pass answers on takes time of the process that trains.
+            await asyncio.sleep(self._pace.take())
             async with self._turn:
                 return await self._put(question)
         except (TimeoutError, OSError) as error:
