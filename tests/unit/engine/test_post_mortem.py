@@ -186,6 +186,7 @@ def test_a_run_that_fails_leaves_it_and_one_that_completes_removes_it(tmp_path):
     ],
 )
 def test_what_is_a_failure(tmp_path, error, step, leaves):
+    (tmp_path / "out").mkdir()  # as that of an earlier run
     fail(tmp_path, step, error)
     assert left(tmp_path) == (NAMES if leaves else set())
 
