@@ -87,7 +87,7 @@ def write_report(records: list[dict[str, Any]], path: Path, date: str) -> None:
     lines += ["", f"Machine: {platform.platform()}, Python {platform.python_version()}, "]
     lines[-1] += f"{os.cpu_count()} cores."
     notes = [r["note"] for r in records if r.get("note")]
-    lines += ["", *notes] if notes else []
+    lines += ["", *(f"- {note}" for note in notes)] if notes else []
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
