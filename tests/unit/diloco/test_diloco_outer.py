@@ -35,6 +35,7 @@ def test_one_worker_with_lr_1_gets_its_own_parameters_back_bit_for_bit(
 ) -> None:
     optimizer = OuterOptimizer(1.0, 0.0, nesterov, accumulate)
     parameter, local = random_floats(200_000, 1), random_floats(200_000, 2)
+    local[::7] = -0.0
     mean = optimizer.mean(parameter, [Share(local, 1.0, True)])
     moved, velocity = optimizer.step(parameter, torch.zeros(200_000), mean)
     assert moved.dtype == torch.float32 and same_bits(moved, local)
