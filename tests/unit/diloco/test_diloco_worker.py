@@ -156,6 +156,21 @@ def test_what_int8_leaves_over_goes_through_a_resume(tmp_path: Path) -> None:
     assert all(same(a, b) for a, b in zip(*histories, strict=True))
 
 
+def test_what_int8_leaves_over_is_in_the_next_exchange(tmp_path: Path) -> None:
+    ends = []
+    for forgets in (False, True):
+        with serving(tmp_path / str(forgets), **EXACT) as server:
+            worker = ToyWorker(server.address, sync_every=2, comm="int8").start()
+            saved = worker.train(2).save()
+            worker.worker.stop()
+            if forgets:
+                assert any(bool(t.any()) for t in saved["slots"].pop("residual").values())
+            worker = ToyWorker(server.address, sync_every=2, comm="int8").resume(saved)
+            with stopped(worker):
+                ends.append(worker.train(2).values)
+    assert not same(*ends)
+
+
 def test_a_bfloat16_model_sends_what_it_learned_and_no_rounding(tmp_path: Path) -> None:
     model = toy_model().to(torch.bfloat16)
     with serving(tmp_path, **EXACT) as server:
@@ -259,7 +274,7 @@ def test_values_that_are_not_finite_are_not_sent(tmp_path: Path) -> None:
             worker.train(1)
             assert same(worker.values, first_values())
             assert worker.worker.counters.refused_syncs == 1
-            assert server.core.totals.num_rounds == 0
+            assert server.core.totals.num_rounds == 0 and server.core.book.num_refused == {}
             worker.train(4)
             assert worker.worker.counters.sync_count == 1
 
