@@ -95,7 +95,9 @@ class Ledger:
 
     @property
     def has_state(self) -> bool:
-        return (self.folder / LEDGER_NAME).exists() and bool(self._states())
+        """Whether a server has begun here; one of state and ledger alone is enough to say so, so
+        that nothing begins anew over what is damaged."""
+        return (self.folder / LEDGER_NAME).exists() or bool(self._states())
 
     def _states(self) -> list[CommittedCheckpoint]:
         found = [c for c in committed(self.folder) if (c.path / STATE_NAME).is_file()]
@@ -105,9 +107,6 @@ class Ledger:
         """Commit the state before the first round."""
         self.settings = dict(settings)
         record = {"kind": "begin", "commit": 0, "state_hash": state.hash, **self.settings}
-        # A ledger without a state is what a kill in the midst of this left.
-        (self.folder / LEDGER_NAME).unlink(missing_ok=True)
-        self._chain = ""
         self._write_state(state, None, record, book)
         self._append(record)
 

@@ -189,6 +189,36 @@ def test_a_death_at_any_operation_leaves_the_old_round_or_the_new_one(
     assert seen == {1, 2}
 
 
+def test_a_death_at_any_operation_of_the_beginning_does_not_keep_the_next_from_it(
+    folder: Path,
+) -> None:
+    storage = FaultyStorage(folder / "counted")
+    make_core(folder / "counted", storage).close()
+    for at in range(1, storage.num_operations + 1):
+        place = folder / str(at)
+        with pytest.raises(Died):
+            make_core(place, FaultyStorage(place, Fault("die", at)))
+        again = make_core(place)
+        do_round(again, 1)
+        again.close()
+        assert [r["commit"] for r in lines_of(place)] == [0, 1]
+
+
+def test_nothing_begins_anew_over_what_is_damaged(folder: Path) -> None:
+    core = make_core(folder)
+    do_round(core, 1)
+    core.close()
+    ledger = (folder / LEDGER_NAME).read_bytes()
+    (folder / LEDGER_NAME).unlink()
+    with pytest.raises(CheckpointError, match="ends at round -1"):
+        make_core(folder)
+    (folder / LEDGER_NAME).write_bytes(ledger)
+    for number in (0, 1):
+        (folder / f"export-{number}" / "checkpoint_manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="no state that is whole"):
+        make_core(folder)
+
+
 @pytest.mark.parametrize("part", [0.0, 0.5])
 def test_a_kill_inside_the_line_of_a_round_does_not_lose_the_round(
     folder: Path, part: float, monkeypatch: pytest.MonkeyPatch
