@@ -163,7 +163,7 @@ CASES: dict[str, Case] = {
     "GarbageCollectorCallback": Case({"gc_interval": 1}, records=("garbage_collector/duration_s",)),
     "HangWatchdogCallback": Case({"limit_s": 600.0}),
     # control
-    "TrainerControlCallback": Case({"port": 0}, package="aiohttp"),
+    "TrainerControlCallback": Case({"port": 0}),
     "MonkeyPatcherCallback": Case({"enabled": True}),
     "PreemptionCallback": Case({"file": "no-such-notice", "poll_interval_s": 0.1}),
     "ReplicaCheckCallback": Case({"interval": 1, "optimizer_state": True}, sparse={"interval": 9}),

@@ -5,6 +5,7 @@ All strategies of one number of ranks share one start of the processes.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("aiohttp")
 
@@ -76,6 +78,8 @@ class Script(TrainerCallback):
         self.seen: list[Any] = []
         """What must be the same on all ranks."""
         self.held_s = 0.0
+        self.before = self.after = ""
+        self.freed = False
 
     def on_train_begin(self, trainer: Any) -> None:
         hold, seen = trainer.commands.hold, self.seen
@@ -83,12 +87,25 @@ class Script(TrainerCallback):
         def watched(has_news: Any) -> None:
             if ("paused", trainer.state.global_step) not in seen:
                 seen.append(("paused", trainer.state.global_step))
+                self.before = digest(trainer)
                 threading.Timer(self.pause_s, self._end_pause, (trainer,)).start()
             began_s = time.monotonic()
-            hold(has_news)
+
+            def look() -> bool:
+                self.freed = sum(tensor.untyped_storage().nbytes() for tensor in held(trainer)) == 0
+                return has_news()
+
+            hold(look)
             self.held_s += time.monotonic() - began_s
 
         trainer.commands.hold = watched
+
+        def pause(offload: bool) -> str:
+            # As on a device that is not the host.
+            trainer.commands.pause(trainer._parking() if offload else None)
+            return ""
+
+        trainer.pause = pause
 
     def _end_pause(self, trainer: Any) -> None:
         rank = trainer.env.rank
@@ -111,6 +128,8 @@ class Script(TrainerCallback):
                 self._send(step, name, data)
 
     def on_step_begin(self, state: Any, trainer: Any) -> None:
+        if self.before and not self.after:
+            self.after = digest(trainer)
         rate = trainer.optimizer.param_groups[0]["lr"]
         level = logging.getLogger("headway").level
         acts = self.control._acts
@@ -124,6 +143,21 @@ class Script(TrainerCallback):
 
     def on_save(self, step: int) -> None:
         self.seen.append(("saved", step))
+
+
+def held(trainer: Any) -> list[torch.Tensor]:
+    """What this rank has of weights and optimizer state, wherever it is."""
+    found = [*trainer.model.parameters()]
+    for slots in trainer.optimizer.state.values():
+        found += [slot for slot in slots.values() if isinstance(slot, torch.Tensor)]
+    return [one._local_tensor if hasattr(one, "_local_tensor") else one.detach() for one in found]
+
+
+def digest(trainer: Any) -> str:
+    content = hashlib.sha256()
+    for tensor in held(trainer):
+        content.update(tensor.clone().numpy().tobytes())  # NumPy would hold the memory
+    return content.hexdigest()
 
 
 def train(
@@ -170,6 +204,7 @@ def train(
         "factors": (trainer.state.rate_factor, trainer.state.temporary_rate_factor),
         "lengths": trainer.state.lengths,
         "serves": control.inbox is not None,
+        "parked": (watched.freed, watched.before == watched.after != ""),
     }
 
 
@@ -187,7 +222,11 @@ def steer(folder: str, names: list[str]) -> dict[str, Any]:
 
 def pause_long(folder: str) -> dict[str, Any]:
     # Ranks meet in the pause's own agreements too: all of them have this limit.
-    init_distributed(use_cpu=True, timeout_s=COLLECTIVE_LIMIT_S)
+    rank = init_distributed(use_cpu=True, timeout_s=COLLECTIVE_LIMIT_S).rank
+    os.makedirs(folder, exist_ok=True)
+    # Here the watch over the ranks says who is late.
+    with open(f"{folder}/said-{rank}.txt", "wb") as said:
+        os.dup2(said.fileno(), 2)
     return train(folder, "ddp", {1: [("pause", {})]}, COLLECTIVE_LIMIT_S + 1.5)
 
 
@@ -218,6 +257,7 @@ def check(ranks: list[dict[str, Any]], name: str) -> None:
     for fact in facts:
         assert fact["disabled"] == {} and fact["alarms"] == []
         assert fact["held_s"] > 0
+        assert fact["parked"] == (True, True), "the state was away, and came back bit by bit"
     seen = first["seen"]
     assert [entry for entry in seen if entry[0] == "evaluated"] == [("evaluated", 4)]
     assert [entry for entry in seen if entry[0] == "paused"] == [("paused", 8)]
@@ -257,6 +297,8 @@ def test_a_pause_longer_than_the_limit_of_a_collective_trips_nothing(tmp_path: P
         assert rank["held_s"] > COLLECTIVE_LIMIT_S
         assert (rank["step"], rank["outcome"]) == (MAX_STEPS, "completed")
         assert rank["alarms"] == []
+    said = "".join(path.read_text() for path in Path(folder).glob("said-*.txt"))
+    assert "waiting" not in said and "error" not in said
 
 
 @pytest.mark.parametrize(("name", "outcome"), [("stop", "stopped"), ("abort", "aborted")])

@@ -49,6 +49,8 @@ class Endpoint:
     logging_dir: str | None
     run_name: str | None
     version: str
+    tls_certificate: str | None = None
+    """The file of the one certificate that the job's server shows; None: it speaks plain HTTP."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -128,6 +130,7 @@ class Registration:
         logging_dir: str | None,
         run_name: str | None,
         version: str,
+        tls_certificate: str | None = None,
     ) -> Endpoint:
         """Once the server listens."""
         endpoint = Endpoint(
@@ -143,6 +146,7 @@ class Registration:
             logging_dir=None if logging_dir is None else os.path.abspath(logging_dir),
             run_name=run_name,
             version=version,
+            tls_certificate=None if tls_certificate is None else os.path.abspath(tls_certificate),
         )
         text = json.dumps(endpoint.to_dict(), indent=2).encode()
         with self._taken() as folder:
@@ -242,8 +246,9 @@ def _read_job(folder: Path) -> Job | None:
     try:
         with _opened(folder) as descriptor:
             said = json.loads(_read_private(descriptor, ENDPOINT_NAME))
+        said.setdefault("tls_certificate", None)
         endpoint = Endpoint(**{f.name: said[f.name] for f in fields(Endpoint)})
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     well_formed = (
         endpoint.job_id == folder.name

@@ -51,8 +51,11 @@ class StateParking:
         """Copy all to the host and give the device's memory back."""
         assert not self._parked, "the state is on the host"
         self._synchronise()
-        copies = []
-        for storage in self._storages():
+        storages, copies = self._storages(), []
+        if not all(storage.resizable() for storage in storages):
+            # Since the question was asked; what could be given back now could not be taken again.
+            raise RuntimeError("others have come to hold some of its memory")
+        for storage in storages:
             host = torch.UntypedStorage(storage.nbytes())
             host.copy_(storage)
             copies.append((storage, host))

@@ -173,6 +173,22 @@ def test_a_limit_of_time_ends_a_paused_run(tmp_path: Path) -> None:
     assert trainer.state.outcome == "interrupted"
 
 
+def test_a_run_that_is_paused_at_its_end_can_be_made_longer(tmp_path: Path) -> None:
+    class Longer(Pauses):
+        def follow(self, trainer: Any, name: str) -> None:
+            super().follow(trainer, name)
+            if name == "extend_max_steps":
+                trainer.change_max_steps(4)
+
+    def during(own: Pauses, trainer: Any) -> None:
+        send(own.inbox, "extend_max_steps")
+        send(own.inbox, "resume")
+
+    trainer = tiny_trainer(tmp_path, [Longer(during)], max_steps=2)
+    assert trainer.train().global_step == 4
+    assert trainer.state.outcome == "completed"
+
+
 def test_a_relay_without_a_source_never_has_anything() -> None:
     relay = CommandRelay()
     assert relay.pending is False
@@ -292,6 +308,18 @@ def test_a_host_without_room_keeps_the_state_where_it_is(
     assert all(p.untyped_storage().nbytes() for p in model.parameters())
     relay.resume()
     assert not relay.paused
+
+
+def test_memory_that_others_hold_is_not_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = make_state()
+    relay = CommandRelay()
+    relay.begin(int)
+    relay.pause(StateParking(model, optimizer, CPU))
+    held = next(model.parameters()).detach().numpy()
+    relay.hold(lambda: True)
+    assert "others have come to hold" in caplog.text
+    relay.resume()
+    assert not relay.paused and held.size and next(model.parameters()).untyped_storage().nbytes()
 
 
 def test_what_cannot_be_moved_is_told() -> None:

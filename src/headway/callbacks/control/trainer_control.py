@@ -245,6 +245,7 @@ class TrainerControlCallback(TrainerCallback):
             logging_dir=None if args.logging_dir is None else str(args.logging_dir),
             run_name=getattr(args, "run_name", None),
             version=__version__,
+            tls_certificate=self.tls_certificate,
         )
         logger.info("job %s: %s", job_id, self.url)
 
