@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def train(
     kind: str, folder: Path, address: str, stop_at: int | None = None, **options: Any
 ) -> dict[str, Any]:
     trainer_class, own = KINDS[kind]
-    callback = DiLoCoCallback(address, sync_every=3, comm="float32", **options)
+    callback = DiLoCoCallback(address, sync_every=3, **{"comm": "float32", **options})
     trainer_class(
         args={
             "output_dir": str(folder),
@@ -138,6 +139,10 @@ def train_all(folder: Path, addresses: dict[str, str]) -> dict[str, Any]:
     # The snapshot of one strategy is cut anew for another.
     train("fsdp2", folder / "other", addresses["other"], stop_at=5)
     found["other"] = train("pipeline", folder / "other", addresses["other"])
+    # What int8 leaves over is in parts on the ranks.
+    train("fsdp2", folder / "int8-a", addresses["int8-a"], comm="int8")
+    train("fsdp2", folder / "int8-b", addresses["int8-b"], stop_at=4, comm="int8")
+    train("fsdp2", folder / "int8-b", addresses["int8-b"], comm="int8")
     found["fragments"] = train(
         "fsdp2", folder / "fragments", addresses["fragments"], num_fragments=2
     )
@@ -148,26 +153,29 @@ def train_all(folder: Path, addresses: dict[str, str]) -> dict[str, Any]:
     return found
 
 
+def require_equal(first: Path, second: Path) -> None:
+    one, other = (read_shards(f / f"checkpoint-{LAST}", "model") for f in (first, second))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), (first, name)
+
+
 def test_a_worker_of_two_ranks_trains_as_without_a_server(tmp_path: Path) -> None:
     plain = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "accumulate": "float64"}
-    names = [*KINDS, "other", "fragments"]
-    with (
-        serving(tmp_path / "s0", **plain) as ddp,
-        serving(tmp_path / "s1", **plain) as fsdp2,
-        serving(tmp_path / "s2", **plain) as pipeline,
-        serving(tmp_path / "s3", **plain) as other,
-        serving(tmp_path / "s4", num_fragments=2, **plain) as fragments,
-    ):
-        servers = dict(zip(names, (ddp, fsdp2, pipeline, other, fragments), strict=True))
+    names = [*KINDS, "other", "int8-a", "int8-b", "fragments"]
+    with ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(
+                serving(tmp_path / f"s-{name}", num_fragments=1 + (name == "fragments"), **plain)
+            )
+            for name in names
+        }
         addresses = {name: server.address for name, server in servers.items()}
         first, second = run_ranks(train_all, 2, tmp_path, addresses, timeout_s=150)
         rounds = {name: server.core.totals.num_rounds for name, server in servers.items()}
+    require_equal(tmp_path / "int8-a", tmp_path / "int8-b")
     for kind in KINDS:
-        alone = read_shards(tmp_path / kind / "alone" / f"checkpoint-{LAST}", "model")
-        worked = read_shards(tmp_path / kind / "worker" / f"checkpoint-{LAST}", "model")
-        assert alone.keys() == worked.keys()
-        for name, value in alone.items():
-            assert torch.equal(value, worked[name]), (kind, name)
+        require_equal(tmp_path / kind / "alone", tmp_path / kind / "worker")
         assert rounds[kind] == 2, "one registration for both ranks, two rounds of three steps"
         assert first[kind]["sync_count"] == second[kind]["sync_count"] == 2
         # Only the leader has what proves who the worker is.

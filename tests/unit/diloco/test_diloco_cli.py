@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headway.checkpoint.tensors import read_shards
+from headway.cli.diloco_server import load_first_model
 from headway.cli.main import main
 from headway.testing import assert_no_import
 from headway.testing.diloco import ToyWorker, serving, stopped, toy_model
@@ -142,6 +143,19 @@ def test_a_worker_trains_a_run_file_with_a_server(
         stored = read_shards(Path(result["checkpoint"]), "model")
         for name, value in state.parameters.items():
             assert bool((stored[name] == value).all()), name
+
+
+def test_a_server_can_begin_from_a_run_file_or_from_a_run(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "run.yaml", "-q", "--args.output_dir=first"]) == 0
+    for name, given in (("file", "run.yaml"), ("run", "first")):
+        with serving(here / f"server-{name}", load_first_model(given)) as server:
+            first = server.state_hash
+            words = ["worker", "run.yaml", "--server", server.address, "--sync-every", "4", "-q"]
+            assert main(["diloco", *words, f"--args.output_dir={name}"]) == 0
+            assert server.core.totals.num_rounds == 1 and server.state_hash != first
+    capsys.readouterr()
 
 
 def test_a_run_file_that_has_the_callback_keeps_its_options(

@@ -200,6 +200,26 @@ def test_fragments_take_turns_and_progress_during_an_exchange_is_kept(tmp_path: 
             torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-6)
 
 
+def test_a_checkpoint_of_an_exchange_under_way_keeps_what_still_holds(tmp_path: Path) -> None:
+    """Its fragment is the server's after the resume; the others go on in their interval."""
+    with serving(tmp_path, num_fragments=3, **EXACT) as server:
+        options = {"sync_every": 12, "num_fragments": 3}
+        first = ToyWorker(server.address, **options).start()
+        with stopped(first):
+            first.train(5)  # the first fragment's turn was after 4 steps
+            saved = first.save()
+            first.train(3)  # its exchange has ended
+            assert server.core.totals.num_rounds >= 1
+        again = ToyWorker(server.address, **options).resume(saved)
+        with stopped(again):
+            moved, state = set(again.worker.fragments[0]), server.core.require_state()
+            for name, value in again.values.items():
+                wanted = state.parameters[name] if name in moved else saved["weights"][name]
+                assert torch.equal(value, wanted), name
+            assert again.worker.local_step == 5
+            again.train(12, last=True)
+
+
 def test_without_merging_the_progress_of_the_overlap_is_dropped(tmp_path: Path) -> None:
     with serving(tmp_path, **EXACT) as server:
         worker = ToyWorker(server.address, sync_every=4, overlap_steps=2, merge_alpha=0.0).start()
