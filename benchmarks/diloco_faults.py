@@ -1,7 +1,7 @@
 """Proofs that a DiLoCo server refuses what is hostile and survives being killed.
 
-    python benchmarks/diloco_faults.py [--only hostile server_kills server_kills_async]
-                                       [--seed 1] [--scale 1.0]
+    python benchmarks/diloco_faults.py [--only hostile server_kills server_kills_async
+                                               worker_kills] [--seed 1] [--scale 1.0]
 
 `--scale 0.01` is a quick look; 1 is the full size. Results add to
 `benchmarks/results/diloco-faults-<date>.md`. Exit code 1 if anything failed.
@@ -28,6 +28,7 @@ import torch
 
 from headway.testing.proofs.diloco_hostile import prove_hostile
 from headway.testing.proofs.diloco_server_kills import prove_server_kills
+from headway.testing.proofs.diloco_worker_kills import prove_worker_kills
 from headway.testing.proofs.outcome import Outcome
 
 HERE = Path(__file__).resolve().parent
@@ -35,6 +36,7 @@ PROOFS: dict[str, tuple[int, Callable[[int, int], Outcome]]] = {
     "hostile": (10_000, prove_hostile),
     "server_kills": (100, prove_server_kills),
     "server_kills_async": (50, lambda size, seed: prove_server_kills(size, seed, mode="async")),
+    "worker_kills": (200, prove_worker_kills),
 }
 WANTED = """\
 | proof | wanted |
@@ -42,6 +44,7 @@ WANTED = """\
 | hostile requests | 10,000: all refused with 4xx and a reason, nothing that counts changed |
 | kills of the server | 100, at every phase of a round: no committed round lost, nothing applied \
 twice, the state bit-equal to a replay of the ledger |
+| kills of workers | 200: the same |
 """
 
 

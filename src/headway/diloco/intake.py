@@ -1,6 +1,7 @@
 """Large bodies on their way in: from the socket into a file or memory, with limits on patience.
 
-Owns: the pace of reading and its limits, files of bodies that are not accepted yet. Does not own:
+Owns: the pace of reading and its limits, files of bodies that are not accepted yet, how many come
+at one time. Does not own:
 the format (wire.py), what becomes of a body (core.py).
 """
 
@@ -10,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,6 +64,25 @@ async def drain(request: web.Request) -> None:
         async with asyncio.timeout(_DRAIN_S):
             while num_bytes < _MOST_DRAINED_BYTES and (chunk := await request.content.readany()):
                 num_bytes += len(chunk)
+
+
+class Places:
+    """The few places for bodies on their way in, one for each worker and fragment."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.taken: set[tuple[str, int]] = set()
+
+    @contextlib.contextmanager
+    def take(self, worker_id: str, fragment: int) -> Iterator[None]:
+        key = (worker_id, fragment)
+        if key in self.taken or len(self.taken) >= self._most:
+            raise Refusal(429, "quota", "too many bodies are on their way", retry_after_s=1)
+        self.taken.add(key)
+        try:
+            yield
+        finally:
+            self.taken.discard(key)
 
 
 class Spool:

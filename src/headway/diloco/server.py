@@ -12,7 +12,7 @@ import contextlib
 import errno
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,13 @@ from headway.checkpoint.errors import CheckpointError
 from headway.control.guarded import GuardedServer, answer_json, read_json
 from headway.control.prometheus import CONTENT_TYPE as METRICS_TYPE
 from headway.control.schema import BadRequest
-from headway.control.security import ANSWER_HEADERS, Guard, is_loopback
+from headway.control.security import Guard, is_loopback
 from headway.diloco import page, report
 from headway.diloco.compression import DTYPE_OF, decode
 from headway.diloco.core import Core, Model
 from headway.diloco.credentials import Tokens, WorkerGuard, choose_tokens, keep_token, make_tls
-from headway.diloco.intake import SILENCE_S, Spool, drain, read_body
+from headway.diloco.delivery import send_body
+from headway.diloco.intake import Places, Spool, drain, read_body
 from headway.diloco.registration import MOST_LAYOUT_BYTES, read_layout_json
 from headway.diloco.request_fields import (
     MOST_STEPS,
@@ -110,7 +111,7 @@ class DiLoCoServer(GuardedServer):
         self._intake: ThreadPoolExecutor | None = None
         self._heavy: ThreadPoolExecutor | None = None
         self._stopping = False
-        self._uploading: set[tuple[str, int]] = set()
+        self._places = Places(self.options.max_uploads)
         self._changed: asyncio.Event | None = None
         self._wake: asyncio.Event | None = None
         self._rounds: asyncio.Task[None] | None = None
@@ -355,8 +356,6 @@ class DiLoCoServer(GuardedServer):
     # -- tensors --------------------------------------------------------------------------------
 
     async def _send_parameters(self, request: web.Request) -> web.StreamResponse:
-        from aiohttp import web
-
         query = Query.of(request.query, ("fragment", "dtype", "worker", "session"))
         worker = self._find(request, query)
         state, fragment = self.core.require_state(), query.fragment()
@@ -368,14 +367,13 @@ class DiLoCoServer(GuardedServer):
         message = await self._in(
             self._intake, self.core.make_message, state, fragment, round_id, comm
         )
-        answer = web.StreamResponse(headers={**ANSWER_HEADERS, "Content-Type": CONTENT_TYPE})
-        answer.content_length = message.num_bytes
-        await answer.prepare(request)
-        for chunk in message.chunks():
-            async with asyncio.timeout(SILENCE_S):
-                await answer.write(chunk)
-            worker.seen_at = time.monotonic()
-        await answer.write_eof()
+
+        def note() -> None:
+            worker.seen_at = time.monotonic()  # a long download is a sign of life
+
+        answer, whole = await send_body(request, message, note)
+        if not whole:
+            return answer
         worker.num_sent_bytes += message.num_bytes
         self.core.totals.num_sent_bytes += message.num_bytes
         return answer
@@ -385,7 +383,7 @@ class DiLoCoServer(GuardedServer):
         worker = self._find(request, query)
         _check_type(request)
         core = self.core
-        async with self._upload("", -1):
+        with self._places.take("", -1):
             if core.state is not None:
                 raise Refusal(409, "not_first", "there are parameters already; fetch them")
             assert core.specification is not None
@@ -409,7 +407,7 @@ class DiLoCoServer(GuardedServer):
         _check_type(request)
         state = book.check(worker, round_id, fragment, digest)
         if state is None:
-            async with self._upload(worker.id, fragment):
+            with self._places.take(worker.id, fragment):
                 try:
                     await self._accept(request, worker, round_id, fragment, local_steps, digest)
                 except (WireError, Refusal):
@@ -476,18 +474,6 @@ class DiLoCoServer(GuardedServer):
         num_bytes = await read_body(request, take, self._intake, limit_s)
         self.core.totals.num_received_bytes += num_bytes
         return num_bytes
-
-    @contextlib.asynccontextmanager
-    async def _upload(self, worker_id: str, fragment: int) -> AsyncIterator[None]:
-        """One of few places for a body on its way in."""
-        key = (worker_id, fragment)
-        if key in self._uploading or len(self._uploading) >= self.options.max_uploads:
-            raise Refusal(429, "quota", "too many bodies are on their way", retry_after_s=1)
-        self._uploading.add(key)
-        try:
-            yield
-        finally:
-            self._uploading.discard(key)
 
 
 def _check_type(request: web.Request) -> None:

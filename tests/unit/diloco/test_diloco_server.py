@@ -562,21 +562,41 @@ def test_broken_connections_leave_nothing_behind(running: Any) -> None:
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(head + body)
     deadline = time.monotonic() + 20
-    while server._uploading or list(server.core.ledger.incoming.iterdir()):
+    while server._places.taken or list(server.core.ledger.incoming.iterdir()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     worker.submit(message)
 
 
+def test_those_who_do_not_take_what_they_asked_for_are_let_go(
+    running: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    large = {"w": torch.zeros(4_000_000)}
+    server = running(large)
+    spec = Specification.of(large)
+    model = {"fingerprint": spec.fingerprint, "layout": spec.layout}
+    worker = Player(server, "a", model=model)
+    head = (
+        f"GET /diloco/v1/parameters?worker=a&session={worker.session} HTTP/1.1\r\nHost: x\r\n"
+        f"Authorization: Bearer {server.token}\r\nHeadway-Diloco: 1\r\n\r\n"
+    ).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(head)
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    _, payloads = worker.client.fetch(0, spec.shapes, worker="a", session=worker.session)
+    assert torch.equal(decode(payloads["w"]), large["w"])
+    assert "Traceback" not in caplog.text and not caplog.records
+
+
 def test_uploads_are_limited(running: Any) -> None:
     server = running(max_uploads=1)
     a, b = Player(server, "a"), Player(server, "b")
-    server._uploading.add(("z", 0))
+    server._places.taken.add(("z", 0))
     client = b.client
     with pytest.raises(Exception, match="on their way"):
         client.submit(b.message(1), worker="b", session=b.session, round=b.rounds[0], fragment=0,
                       local_steps=1)  # fmt: skip
-    server._uploading.clear()
+    server._places.taken.clear()
     a.submit(a.message(1)), b.submit(b.message(2))
 
 

@@ -310,6 +310,7 @@ def _garble_json(target: Target, chance: random.Random) -> Request:
             ("step", [-1, "1", None, 1.5, True, 1 << 70]),
             ("group", [[], "x", 1, {"world_size": 0}, {"strategy": ""}, {"world_size": "2"}]),
             ("resume_session", ["", 1, [], {}, "x" * 300]),
+            ("claim", ["", 1, [], {}, "x" * 300]),
             ("model", _other_models(target)),
         ]
         key, values = chance.choice(spoil)
