@@ -1,8 +1,7 @@
 """Large bodies on their way in: from the socket into a file or memory, with limits on patience.
 
 Owns: the pace of reading and its limits, files of bodies that are not accepted yet, how many come
-at one time. Does not own:
-the format (wire.py), what becomes of a body (core.py).
+at one time. Does not own: the format (wire.py), what becomes of a body (core.py).
 """
 
 from __future__ import annotations
