@@ -33,7 +33,12 @@ from headway.trainers.from_config import build_trainer
 FAILS_AT, LAST_STEP = 3, 4
 _CHECKPOINTS = "checkpoint-*"
 # Lines of the engine about the failure, and of torch's profiler.
-_OF_OTHERS = ("error: rank ", "the metrics of the last steps", "USDT:")
+_OF_OTHERS = (
+    "error: rank ",
+    "the metrics of the last steps",
+    "what is known of the failure is in",
+    "USDT:",
+)
 
 
 class Fail(TrainerCallback):
