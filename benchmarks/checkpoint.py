@@ -18,6 +18,7 @@ import argparse
 import datetime
 import gc
 import itertools
+import math
 import os
 import platform
 import shutil
@@ -51,10 +52,14 @@ NUM_STEPS_AFTER = 10
 def make_state(num_params_m: float, device: str = "cpu") -> tuple[nn.Module, torch.optim.AdamW]:
     """A decoder of about so many million parameters, its optimizer with moments."""
     torch.manual_seed(0)
-    hidden, layers = 256, max(1, round(num_params_m))
-    # About a million parameters a layer at this width.
+    # Models grow in width and depth: ten times the parameters are twice the width.
+    hidden = 256 * 2 ** round(math.log10(num_params_m / 30))
     config = DecoderConfig(
-        vocab_size=512, hidden_size=hidden, intermediate_size=1024, num_layers=layers, num_heads=4
+        vocab_size=512,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_layers=max(1, round(num_params_m * 1e6 / (16 * hidden**2))),
+        num_heads=4,
     )
     model = Decoder(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
