@@ -52,6 +52,7 @@ class Client:
         self.job_id = self.job.endpoint.job_id
         self._timeout_s = timeout_s
         self._proven = False
+        self._tokens: dict[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name not in COMMANDS or name == "status":
@@ -166,8 +167,14 @@ class Client:
         return self._request(method, f"/jobs/{self.job_id}/{what}", self._headers(role), body)
 
     def _headers(self, role: str) -> dict[str, str]:
-        token = self.job.token("control") or (self.job.token("read") if role == "read" else None)
+        token = self._token("control") or (self._token("read") if role == "read" else None)
         return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+    def _token(self, role: str) -> str | None:
+        """Read once: a run that ends takes its files away before it stops to answer."""
+        if role not in self._tokens and (found := self.job.token(role)) is not None:
+            self._tokens[role] = found
+        return self._tokens.get(role)
 
     def _prove(self) -> None:
         """Before a token is sent: that who listens there is the job, not somebody after it."""

@@ -58,6 +58,16 @@ class CommandRelay:
         self._moved_away = False
         self.paused = False
         """Whether the run waits after this step; the same on all ranks."""
+        self._changed = False
+
+    def note_change(self) -> None:
+        """The state is not that of the last save any more, though the step is."""
+        self._changed = True
+
+    def take_change(self) -> bool:
+        """Whether there was such a change since this was asked last."""
+        changed, self._changed = self._changed, False
+        return changed
 
     def attach(
         self,

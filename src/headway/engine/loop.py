@@ -250,6 +250,8 @@ class TrainingLoop:
                 p.bookkeeping.deliver_shared()
             if wanted & _COMMAND:
                 p.commands.deliver()
+                if p.commands.take_change():
+                    self._saved_step = -1
             asked = self._take_flags()
             if wanted & _COMMAND:  # one of them may have made the run longer, or shorter
                 asked |= self._length_bits(time.monotonic())

@@ -40,7 +40,7 @@ def scale_rates(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
         group.update(rates_of_group)
     for part in parts:
         if isinstance(part, CurveLR):
-            # A floor that was given as a rate is another part of another base.
+            # The curve stays, and with it a floor that was given as a rate: it is scaled too.
             part.redraw(part.specs)
 
 

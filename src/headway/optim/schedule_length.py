@@ -28,8 +28,8 @@ def find_length_obstacle(scheduler: Any, steps: Lengths, tokens: Lengths) -> str
     if isinstance(scheduler, CurveLR):
         try:
             specs = _change_specs(scheduler, steps, tokens)
-            for spec, base in zip(specs, scheduler.base_lrs):
-                spec.draw(float(base))
+            for spec, base in zip(specs, scheduler.drawn_for):
+                spec.draw(base)
         except ConfigError as error:
             return f"the schedule cannot have that length: {error}"
         return None

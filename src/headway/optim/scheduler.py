@@ -44,15 +44,14 @@ class CurveLR(LambdaLR):
         """What was not as in the state last loaded, in words."""
         self.rate_factor = 1.0
         """What all rates are multiplied by, whatever the curve; see `multiply_rates`."""
+        self.drawn_for = [float(group.get("initial_lr", group["lr"])) for group in groups]
+        """The base rates that floors given as rates (`min_lr`) are set against. A run whose rates
+        were scaled has other base rates, and its floors were scaled with them."""
         self._tokens_seen = tokens_seen
         self._tokens = 0
         self._tokens_mark = 0
         self.mark()
-        curves = [
-            spec.draw(float(group.get("initial_lr", group["lr"])))
-            for spec, group in zip(specs, groups)
-        ]
-        super().__init__(optimizer, list(curves))
+        super().__init__(optimizer, self._draw())
 
     @property
     def unit(self) -> str:
@@ -96,8 +95,11 @@ class CurveLR(LambdaLR):
     def redraw(self, specs: Sequence[ScheduleSpec]) -> None:
         """From the next update on: the rates of these schedules, at the progress so far."""
         self.specs = list(specs)
-        self.lr_lambdas = [spec.draw(float(base)) for spec, base in zip(self.specs, self.base_lrs)]
+        self.lr_lambdas = self._draw()
         self._set_rates(self.get_lr())
+
+    def _draw(self) -> list[Any]:
+        return [spec.draw(base) for spec, base in zip(self.specs, self.drawn_for)]
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is, and what schedule that was."""
@@ -108,6 +110,8 @@ class CurveLR(LambdaLR):
             state["tokens"] = self._tokens
         if self.rate_factor != 1.0:
             state["rate_factor"] = self.rate_factor
+        if self.drawn_for != [float(base) for base in self.base_lrs]:
+            state["drawn_for"] = self.drawn_for
         state["schedule"] = {
             "unit": self.unit,
             "groups": [
@@ -125,8 +129,8 @@ class CurveLR(LambdaLR):
         knows_tokens = "tokens" in state_dict
         self._tokens = int(state_dict.get("tokens", 0))
         self.rate_factor = float(state_dict.get("rate_factor", 1.0))
-        # A floor given as a rate is another part of another base rate.
-        self.lr_lambdas = [spec.draw(float(base)) for spec, base in zip(self.specs, self.base_lrs)]
+        self.drawn_for = [float(base) for base in state_dict.get("drawn_for", self.base_lrs)]
+        self.lr_lambdas = self._draw()
         self.changes = []
         if self.unit == "tokens" and not knows_tokens:
             return

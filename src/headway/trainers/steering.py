@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MOST_FACTOR = 1e12
+
 
 class Steering:
     """The part of a trainer that changes a run under way."""
@@ -72,14 +74,21 @@ class Steering:
         assert self.optimizer is not None
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def find_rate_obstacle(self, value: float | None) -> str | None:
-        """Why the rate cannot become `value`; None if it can, or if it is only scaled."""
-        if value is None:
-            return None
+    def find_rate_obstacle(self, *, scale: float | None, value: float | None) -> str | None:
+        """Why the rate cannot be multiplied by `scale`, or become `value`; None if it can."""
         if value == 0:
             return "a rate of 0 could not be scaled up again; pause the run instead"
-        if self.learning_rate == 0:
+        if value is not None and self.learning_rate == 0:
             return "the schedule gives a rate of 0 now, which nothing can be scaled to; give scale"
+        factor = scale if value is None else value / self.learning_rate
+        assert factor is not None
+        # What it was multiplied by in all has to be taken back at a resume.
+        for total in (self.state.rate_factor, self.state.temporary_rate_factor):
+            if not 1 / _MOST_FACTOR <= factor * total <= _MOST_FACTOR:
+                return (
+                    f"the rates would be {factor * total:g} times those of the schedule; "
+                    f"allowed: {1 / _MOST_FACTOR:g} to {_MOST_FACTOR:g}"
+                )
         return None
 
     def change_learning_rate(
@@ -102,6 +111,7 @@ class Steering:
             state.temporary_rate_factor *= factor
         elif value is not None:
             state.temporary_rate_factor = 1.0
+        self.commands.note_change()
         rate = self.learning_rate
         self.log({"learning_rate": rate, "learning_rate_factor": factor})
         return f"the learning rate goes from {before:g} to {rate:g} (times {factor:g})"
@@ -125,6 +135,7 @@ class Steering:
         planned = plan.max_steps if self.state.lengths is None else self.state.lengths[0]
         words = self._change_length(plan, max_steps)
         self.state.lengths = None if max_steps == planned else [planned, max_steps]
+        self.commands.note_change()
         self.log({"max_steps": max_steps})
         return f"the run ends after step {max_steps}; {words}"
 

@@ -151,6 +151,7 @@ def test_a_pause_holds_the_step_and_shows_it(tmp_path: Path) -> None:
             client.pause()
         assert client.status()["global_step"] == first == paused["step"]
         resumed = client.resume()
+        assert client.status()["status"] != "paused"
         with pytest.raises(ControlError, match="the run is not paused"):
             client.resume()
         return paused, evaluated, saved, resumed
@@ -180,6 +181,39 @@ def test_the_rate_and_the_length_are_changed(tmp_path: Path) -> None:
     assert trainer.state.temporary_rate_factor != 1.0
     logged = [r["learning_rate_factor"] for r in trainer.state.log_history if len(r) == 4]
     assert logged[0] == 0.5
+
+
+def test_a_change_after_a_save_of_the_same_step_is_saved_at_the_end(tmp_path: Path) -> None:
+    def drive(client: Client) -> Any:
+        client.pause()
+        saved = client.save_checkpoint()
+        client.set_learning_rate(scale=0.5)
+        client.graceful_stop()
+        return saved["step"]
+
+    step, _, _ = ride(tmp_path, drive, save_strategy="steps", save_steps=90_000)
+    state = json.loads((tmp_path / f"out/checkpoint-{step}/trainer_state.json").read_text())
+    assert state["rate_factor"] == 0.5
+
+
+WARNS = """
+    import logging, sys
+    from headway import TrainerCallback
+    from headway.callbacks import TrainerControlCallback
+    from headway.testing.trainer import tiny_trainer
+
+    class Warns(TrainerCallback):
+        def on_step_end(self):
+            logging.getLogger("headway.engine.x").warning("look here")
+
+    tiny_trainer(sys.argv[1], [TrainerControlCallback(), Warns()], max_steps=1).train()
+"""
+
+
+def test_warnings_still_reach_a_script_without_handlers(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(WARNS), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    assert done.stderr.count("look here") == 1
 
 
 def test_samples_are_written(tmp_path: Path) -> None:

@@ -86,6 +86,13 @@ def test_commands_are_methods_and_their_receipts_come_back(running):
     assert not running.inbox.pending
 
 
+def test_a_run_that_takes_its_files_away_still_answers_who_asked_before(running):
+    client = Client(JOB)
+    client.status()
+    running.registration.remove()
+    assert client.status()["job_id"] == JOB
+
+
 def test_the_same_from_asyncio(running):
     thread = answer_one(running, state="applied", step=5)
 

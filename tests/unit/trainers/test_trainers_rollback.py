@@ -112,15 +112,15 @@ def test_a_return_to_before_an_earlier_factor_keeps_it(tmp_path: Path) -> None:
     assert first.rates == pytest.approx([0.1] * 7 + [0.05] * 2 + [0.025] * 6)
 
 
-def test_a_schedule_keeps_its_shape_and_its_floor(tmp_path: Path) -> None:
+def test_a_schedule_keeps_its_shape_and_its_floor_is_scaled_too(tmp_path: Path) -> None:
     curve = {
         "lr_scheduler_type": "cosine_with_min_lr",
         "lr_scheduler_kwargs": {"min_lr": 0.01},
     }
     plain, ask = Ask(0), Ask(7, before_step=6, rate_factor=0.5)
-    make(tmp_path / "a", [plain], learning_rate=0.05, **curve).train()
+    make(tmp_path / "a", [plain], **curve).train()
     make(tmp_path / "b", [ask], **curve).train()
-    assert ask.rates[7:] == pytest.approx(plain.rates[6:]), "as if the base had been this one"
+    assert ask.rates[7:] == pytest.approx([rate / 2 for rate in plain.rates[6:]])
 
 
 def test_epochs_go_on_with_the_data_that_are_kept(tmp_path: Path) -> None:

@@ -114,13 +114,16 @@ def test_a_value_is_the_rate_of_the_next_update(tmp_path: Path) -> None:
 
 def test_rates_that_nothing_can_be_scaled_to_are_refused(tmp_path: Path) -> None:
     def act(trainer: Any) -> Any:
-        said = [trainer.find_rate_obstacle(0.0), trainer.find_rate_obstacle(None)]
+        find = trainer.find_rate_obstacle
+        said = [find(scale=None, value=0.0), find(scale=0.5, value=None)]
+        said.append(find(scale=1e-300, value=None))
         trainer.optimizer.param_groups[0]["lr"] = 0.0
-        return [*said, trainer.find_rate_obstacle(1e-3)]
+        return [*said, find(scale=None, value=1e-3)]
 
     _, changed = run(tmp_path, act, 1, max_steps=1)
-    zero, none, from_zero = changed.said[0]
-    assert "could not be scaled up again" in zero and none is None
+    zero, half, tiny, from_zero = changed.said[0]
+    assert "could not be scaled up again" in zero and half is None
+    assert "1e-300 times those of the schedule; allowed: 1e-12 to 1e+12" in tiny
     assert "a rate of 0 now" in from_zero
 
 
@@ -156,6 +159,26 @@ def test_a_change_for_this_run_alone_is_undone_by_a_resume(
     assert trainer.state.rate_factor == pytest.approx(0.5)
     assert trainer.state.temporary_rate_factor == 1.0
     assert "that is undone" in caplog.text
+
+
+def test_a_floor_is_scaled_with_the_rates_also_below_it(tmp_path: Path) -> None:
+    floor = {
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr": LR / 2},
+        "save_strategy": "steps",
+        "save_steps": 4,
+    }
+
+    def act(trainer: Any) -> None:
+        trainer.change_learning_rate(scale=0.1)
+
+    _, plain = run(tmp_path / "plain", **floor)
+    _, whole = run(tmp_path / "whole", act, 2, **floor)
+    for step, rate in whole.rates.items():
+        assert rate == pytest.approx(plain.rates[step] * (0.1 if step > 2 else 1.0))
+    run(tmp_path / "parts", act, 2, stop_at="4 steps", **floor)
+    _, rest = run(tmp_path / "parts", resume=True, **floor)
+    assert rest.rates == {step: whole.rates[step] for step in (5, 6, 7, 8)}
 
 
 def test_a_value_is_kept_as_a_whole(tmp_path: Path) -> None:

@@ -162,8 +162,10 @@ class Acts:
 
     # Changes
 
-    def _cannot_set_learning_rate(self, value: float | None = None, **_: Any) -> str | None:
-        obstacle: str | None = self._trainer.find_rate_obstacle(value)
+    def _cannot_set_learning_rate(
+        self, scale: float | None = None, value: float | None = None, **_: Any
+    ) -> str | None:
+        obstacle: str | None = self._trainer.find_rate_obstacle(scale=scale, value=value)
         return obstacle
 
     def _do_set_learning_rate(self, **data: Any) -> str:

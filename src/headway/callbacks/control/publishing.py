@@ -165,9 +165,23 @@ class IncidentHandler(logging.Handler):
         self._publisher = publisher
 
     def emit(self, record: logging.LogRecord) -> None:
+        # A script without handlers of its own sees warnings by the last resort of `logging`, which
+        # counts this handler for one.
+        if logging.lastResort is not None and not _has_others(record.name, self):
+            logging.lastResort.handle(record)
         if record.name.startswith(_NO_INCIDENTS):
             return
         try:
             self._publisher.report(record)
         except Exception:
             self.handleError(record)
+
+
+def _has_others(name: str, own: logging.Handler) -> bool:
+    """Whether records of a logger reach any other handler."""
+    place: logging.Logger | None = logging.getLogger(name)
+    while place is not None:
+        if any(handler is not own for handler in place.handlers):
+            return True
+        place = place.parent if place.propagate else None
+    return False

@@ -170,7 +170,7 @@ class TrainerControlCallback(TrainerCallback):
         exchange: Callable[[Any], list[Any]] = agreement.exchange if args.world_size > 1 else _alone
         self._desk = Desk(self._acts, state, exchange, self.inbox, self.board)
         self._ended_step = state.global_step
-        trainer.commands.attach(self.inbox, self._desk.take, self._look_at_step)
+        trainer.commands.attach(self.inbox, self._take, self._look_at_step)
 
     def _wants_http(self) -> bool:
         if self.enable_http is False:
@@ -295,6 +295,13 @@ class TrainerControlCallback(TrainerCallback):
         return add
 
     # What is shown, and what commands wait for
+
+    def _take(self, messages: list[dict[str, Any]], deaf: list[int]) -> None:
+        """Commands, for all ranks."""
+        assert self._desk is not None and self._trainer is not None
+        self._desk.take(messages, deaf)
+        if self._publisher is not None:  # held, or not held any more
+            self._publisher.change_phase(self._trainer.timing.doing)
 
     def _look_at_step(self) -> None:
         """A step has ended, or a pause of the run goes on."""
