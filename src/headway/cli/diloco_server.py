@@ -27,7 +27,7 @@ def server_options(options: argparse.Namespace) -> dict[str, Any]:
 
     chosen = {
         "num_workers": options.workers,
-        "min_workers": options.min_workers or 1,
+        "min_workers": 1 if options.min_workers is None else options.min_workers,
         "mode": options.mode,
         "num_fragments": options.num_fragments,
         "sync_every": options.sync_every,

@@ -91,10 +91,10 @@ class Arriving:
         self, earlier: str | None, attempts: int, fragments: Sequence[Sequence[str]]
     ) -> dict[str, Any]:
         session = self._session
-        session.register(earlier, attempts=attempts)
+        rounds = [str(one) for one in session.register(earlier, attempts=attempts)["round_id"]]
         server = session.server
         theirs = server.get("num_fragments", len(fragments))
-        if theirs != len(fragments) or len(session.rounds) != len(fragments):
+        if theirs != len(fragments) or len(rounds) != len(fragments):
             raise DiLoCoError(
                 f"num_fragments: {len(fragments)} given, but {session.client.address} cuts the "
                 f"model into {theirs}; both must be the same"
@@ -107,7 +107,7 @@ class Arriving:
             )
         return {
             "mode": str(server.get("mode", "sync")),
-            "rounds": list(session.rounds),
+            "rounds": rounds,
             "has_parameters": bool(server.get("has_parameters", True)),
         }
 

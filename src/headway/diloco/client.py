@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from headway.diloco.faults import (
+    Busy,
     DiLoCoError,
     IdTaken,
     ModelMismatch,
@@ -271,6 +272,8 @@ def _read_json(answer: http.client.HTTPResponse) -> dict[str, Any] | None:
 def _refusal(address: Address, status: int, answer: Mapping[str, Any]) -> DiLoCoError:
     said = answer.get("error") or answer.get("reason")
     reason = f"{address}: {said or http.client.responses.get(status, 'refused')} ({status})"
+    if status == 429 and "retry_after_s" in answer:
+        return Busy(reason)
     if status in _BUSY:
         return Unreachable(reason)
     if status in (401, 403):

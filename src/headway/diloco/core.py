@@ -193,7 +193,7 @@ class Core:
             "accumulate": options.accumulate,
             "heartbeat_s": options.heartbeat_s,
             "deadline_s": options.deadline_s,
-            "max_staleness": options.max_staleness,
+            "max_staleness": options.most_stale,
             "dylu": options.dylu,
             "sync_every": self.book.recommend(worker),
             "num_fragments": options.num_fragments,

@@ -95,10 +95,15 @@ class Speed:
     def restart(self) -> None:
         """What follows is measured anew; the last figure stays until there is one."""
         self._per_second, self._num = self.per_second, 0
+        self._restarted_s = self.clock()
 
     _per_second: float = 0.0
+    _restarted_s: float | None = None
 
     @property
     def per_second(self) -> float:
-        span_s = self._last_s - self._first_s
-        return (self._num - 1) / span_s if self._num > 1 and span_s > 0 else self._per_second
+        num, span_s = self._num - 1, self._last_s - self._first_s
+        if self._num == 1 and self._restarted_s is not None:
+            # A worker that exchanges after every step would else keep its first figure for ever.
+            num, span_s = 1, self._last_s - self._restarted_s
+        return num / span_s if num > 0 and span_s > 0 else self._per_second

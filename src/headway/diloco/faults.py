@@ -18,6 +18,10 @@ class Unreachable(DiLoCoError):
     """No answer, or none that can be trusted; asking again may help."""
 
 
+class Busy(Unreachable):
+    """The server is there, and has no place for a body just now."""
+
+
 class Refused(DiLoCoError):
     """The server answered, and said no. `status` is HTTP's, `answer` what came with it."""
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from headway.diloco.backoff import Backoff
 from headway.diloco.faults import (
     MISTAKES,
+    Busy,
     DiLoCoError,
     Refused,
     RoundOver,
@@ -124,6 +125,9 @@ class Flight:
         try:
             self.outcome = self._fly()
         except Exception as error:  # in a thread nobody else would see it
+            if self._session.stopping.is_set():  # its session was closed under it
+                self.outcome = Outcome("unsettled", reason="the run ends")
+                return
             logger.exception("DiLoCo: a flight failed")
             self.outcome = Outcome("fatal", reason=f"{type(error).__name__}: {error}")
 
@@ -171,12 +175,18 @@ class Flight:
             if self._should_end() or self._session.stopping.is_set() or self._canceled.is_set():
                 return Outcome("unsettled", reason="the run ends")
             if self._accepted_in != self._session.session:
-                refusal = self._submit()
+                try:
+                    refusal = self._submit()
+                except Busy as error:  # others are at it: no failure, and their turn ends
+                    if self._clock() > deadline:
+                        return Outcome("unsettled", reason=str(error))
+                    self._session.stopping.wait(min(1.0, self._session.first_pause_s))
+                    continue
                 if refusal is not None:
                     return refusal
             answer = self._ask(POLL_S)
             state = answer.get("state")
-            if state == "committed":
+            if state == "committed" and not self._is_lost(answer):
                 return self._end(answer)
             if not self._missed and (state == "reopened" or answer.get("submitted") is False):
                 self._accepted_in = None
@@ -204,7 +214,7 @@ class Flight:
         if self._tried and self.round_id != session.rounds[self.fragment]:
             # The round may be over, with or without this: that is asked before anything is sent.
             answer = self._ask(0)
-            if answer.get("state") == "committed":
+            if answer.get("state") == "committed" and not self._is_lost(answer):
                 return self._end(answer)
         tried_before, self._tried = self._tried, True
         try:
@@ -216,9 +226,14 @@ class Flight:
                 fragment=self.fragment,
                 local_steps=self._local_steps,
             )
-        except RoundOver:
+        except RoundOver as error:
+            if self._is_async:  # it would not be what it says for any other round
+                return self._fetch("reset", error.reason)
             # Its parameters may not be there yet: the end of the round is waited for.
             self._missed = not tried_before
+        except Busy:
+            self._tried = tried_before
+            raise
         except (UnknownSession, *MISTAKES):
             raise
         except Refused as error:
@@ -228,12 +243,23 @@ class Flight:
         self._accepted_in = used
         return None
 
+    @property
+    def _is_async(self) -> bool:
+        return self._session.server.get("mode") == "async"
+
+    def _is_lost(self, answer: Mapping[str, Any]) -> bool:
+        """Whether a server has restarted before it applied a submission: asynchronous ones name
+        the round that they were made from, which may be over, and are still good."""
+        return self._is_async and answer.get("counted") is False
+
     def _end(self, answer: Mapping[str, Any]) -> Outcome:
         """The round is over: with this submission, or without it."""
         current = str(answer.get("next_round_id") or "")
         if answer.get("counted") is False or self._missed:
             if current:
                 self._session.rounds[self.fragment] = current
+            with contextlib.suppress(Unreachable, Refused):  # where the others are by now
+                self._session.beat()
             return Outcome("late", current or self._session.rounds[self.fragment])
         return self._fetch("applied")
 

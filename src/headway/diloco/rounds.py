@@ -145,11 +145,13 @@ class RoundBook:
     def __init__(self, rules: Rules, now: float, known: Mapping[str, Any] | None = None) -> None:
         self.rules = rules
         self.workers: dict[str, Worker] = {}
-        self.assembled = False
-        """Whether as many as expected have been there at one time."""
         self.num_evicted = 0
         self.num_refused: dict[str, int] = {}
         said = known or {}
+        self.most_workers = int(said.get("most_workers", 0))
+        """How many have been there at one time."""
+        # After a restart, those who were there are missed only when they would have been let go.
+        self._counts_from = now + self._patience_s if self.most_workers else now
         ids = said.get("round_ids") or [new_round_id(1) for _ in range(rules.num_fragments)]
         numbers = said.get("round_numbers") or [1] * rules.num_fragments
         self.rounds = [Round(i, n, now) for i, n in zip(ids, numbers, strict=True)]
@@ -189,7 +191,7 @@ class RoundBook:
                 place.first_at = place.first_at if place.submissions else None
         worker = Worker(worker_id, secrets.token_hex(16), now, now, **facts)
         self.workers[worker_id] = worker
-        self.assembled = self.assembled or len(self.workers) >= self.rules.expected
+        self.most_workers = max(self.most_workers, len(self.workers))
         return worker
 
     def find(self, worker_id: str, session: str, now: float) -> Worker:
@@ -213,12 +215,22 @@ class RoundBook:
 
     def evict(self, now: float) -> list[str]:
         """Let those go that have not been heard of; what they have sent still counts."""
-        patience_s = self.rules.heartbeat_s * self.rules.missed_heartbeats
-        late = [w.id for w in self.workers.values() if now - w.seen_at > patience_s]
+        late = [w.id for w in self.workers.values() if now - w.seen_at > self._patience_s]
         for worker_id in late:
             del self.workers[worker_id]
         self.num_evicted += len(late)
         return late
+
+    @property
+    def _patience_s(self) -> float:
+        return self.rules.heartbeat_s * self.rules.missed_heartbeats
+
+    def is_applying(self, worker_id: str) -> bool:
+        """Whether a round that is being applied may hold what a worker has sent."""
+        return any(
+            place.closed and any(s.worker == worker_id for s in place.submissions.values())
+            for place in self.rounds
+        )
 
     def recommend(self, worker: Worker) -> int:
         """Steps until its next submission: with DyLU, as many as it does while the fastest does
@@ -333,7 +345,8 @@ class RoundBook:
         if place.first_at is not None and now >= place.first_at + self.rules.deadline_s:
             return True
         # Those who have left are not waited for; those who have not come yet are.
-        return self.assembled and all(w in place.submissions for w in self.workers)
+        assembled = self.most_workers >= self.rules.expected and now >= self._counts_from
+        return assembled and all(w in place.submissions for w in self.workers)
 
     def close(self, fragment: int) -> list[Submission]:
         """Take nothing more; returns what is to be applied, in the order that counts."""
@@ -371,6 +384,7 @@ class RoundBook:
             "passed": [dict(p) for p in self.passed],
             "applied": [dict(a) for a in self.applied],
             "norms": [list(n) for n in self.norms],
+            "most_workers": self.most_workers,
         }
 
     def advance(self, fragment: int, said: Mapping[str, Any], now: float) -> None:

@@ -306,9 +306,20 @@ class DiLoCoServer(GuardedServer):
     async def _register(self, request: web.Request) -> web.StreamResponse:
         said = parse_registration(await read_layout_json(request, self._intake))
         self._check_worker(request, said["worker_id"])
+        await self._let_rounds_end(said["worker_id"])
         answer = self.core.register(said, time.monotonic())
         logger.info("worker %s takes part (%s)", said["worker_id"], said["group"]["strategy"])
         return answer_json(answer)
+
+    async def _let_rounds_end(self, worker_id: str) -> None:
+        """What an earlier session has sent is being applied, and cannot be taken back: to go on in
+        that round would bring it a second time. So the next one is what a worker is told of."""
+        until = time.monotonic() + MOST_WAIT_S
+        while self.core.book.is_applying(worker_id):
+            if time.monotonic() > until:
+                words = "what this worker has sent before is being applied; come again"
+                raise Refusal(503, "busy", words)
+            await asyncio.sleep(_TICK_S / 5)
 
     async def _heartbeat(self, request: web.Request) -> web.StreamResponse:
         worker_id, session, step, speed = parse_heartbeat(await read_json(request))

@@ -44,7 +44,9 @@ class ServerOptions:
     async_delay: int | None = None
     """Asynchronous mode: updates between two uses of the momentum; None: num_workers."""
     async_spread: float = 0.0
-    max_staleness: int = 32
+    max_staleness: int | None = None
+    """Asynchronous mode: rounds that an update may be behind; None: four for each worker, and at
+    least 32. Each of the others makes a round while a worker is at its steps."""
     max_update_norm: float | None = None
     max_norm_ratio: float | None = 20.0
     max_attempts: int = 16
@@ -97,11 +99,17 @@ class ServerOptions:
             deadline_s=self.deadline_s,
             heartbeat_s=self.heartbeat_s,
             missed_heartbeats=self.missed_heartbeats,
-            max_staleness=self.max_staleness,
+            max_staleness=self.most_stale,
             max_update_norm=self.max_update_norm,
             max_norm_ratio=self.max_norm_ratio,
             max_attempts=self.max_attempts,
         )
+
+    @property
+    def most_stale(self) -> int:
+        """`max_staleness`, or what it is where none is given."""
+        given = self.max_staleness
+        return max(32, 4 * self.num_workers) if given is None else given
 
     def make_optimizer_settings(self) -> dict[str, Any]:
         """What an `OuterOptimizer` is made of; checked without torch."""

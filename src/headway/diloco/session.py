@@ -53,6 +53,8 @@ class Session:
         self.session: str | None = None
         self.rounds: list[str] = []
         """The current round of each fragment, as far as this worker knows."""
+        self.heard: list[str] = []
+        """The rounds that the last sign of life was answered with."""
         self.server: dict[str, Any] = {}
         self._num_returns = 0
         self.recommended: int | None = None
@@ -174,6 +176,8 @@ class Session:
         recommended = answer.get("sync_every")
         if isinstance(recommended, int) and not isinstance(recommended, bool) and recommended >= 1:
             self.recommended = recommended
+        rounds = answer.get("round_id")
+        self.heard = [str(one) for one in rounds] if isinstance(rounds, list) else []
 
     def start_beating(self) -> None:
         """From now on, from a thread."""

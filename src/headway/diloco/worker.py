@@ -31,6 +31,7 @@ from headway.diloco.flight import Flight, Outcome
 from headway.diloco.options import WorkerOptions
 from headway.diloco.parameters import ParameterView
 from headway.diloco.session import Session
+from headway.diloco.turns import whose_turn
 from headway.diloco.wire import Message, compose
 
 logger = logging.getLogger(__name__)
@@ -164,6 +165,8 @@ class DiLoCoWorker:
         elif resumed:
             self._since_turn = self._next = 0
             told = "begins a new interval from the server's parameters, which have moved on"
+        if self._mode == "sync":
+            self._next = whose_turn(rounds, self._next)
         if self.view.leads:
             logger.info("DiLoCo: %s %s (%s)", self.worker_id, told, ", ".join(rounds))
 
@@ -212,12 +215,12 @@ class DiLoCoWorker:
             self._air.steps_since += 1
             ripe = self._air.steps_since >= self.overlap_steps or is_turn or last
             if self._air.airborne and ripe:
-                settled = self._settle()
+                settled = self._settle(last=last)
         if is_turn:
             self._since_turn = 0
             self._depart()
             if self.overlap_steps == 0 or last:
-                settled = self._settle() or settled
+                settled = self._settle(last=last) or settled
         if is_turn or settled:
             spent_s = self._clock() - began_s
             self.counters.last_sync_time = spent_s
@@ -228,9 +231,9 @@ class DiLoCoWorker:
     def _depart(self) -> None:
         """The next fragment's turn, unless an exchange is still to be settled."""
         if self._air is not None:
-            self._air.airborne = True
-            if self._flight is not None:
+            if not self._air.airborne and self._flight is not None:
                 self._flight.begin(beside=self.overlap_steps > 0)
+            self._air.airborne = True
             return
         fragment, self._next = self._next, (self._next + 1) % len(self.fragments)
         self._launch(fragment)
@@ -288,7 +291,7 @@ class DiLoCoWorker:
 
     # -- what comes back --------------------------------------------------------------------
 
-    def _settle(self, times: int = 0) -> bool:
+    def _settle(self, times: int = 0, *, last: bool = False) -> bool:
         """Take what became of the exchange under way; True if it brought new parameters."""
         assert self._air is not None
         air = self._air
@@ -307,9 +310,12 @@ class DiLoCoWorker:
             self._targets[air.fragment] = outcome.round_id
             self._air = self._flight = None
             self._warn("a round ended without this worker; what it has goes into the next")
-            if times < _MOST_LATE:
+            if len(self.fragments) > 1:
+                self._next = told["turn"]  # where the others wait; this one's turn comes again
+            elif times < _MOST_LATE:
                 self._launch(air.fragment)
-                return self._settle(times + 1) if self.overlap_steps == 0 else False
+                waits = self.overlap_steps == 0 or last
+                return self._settle(times + 1, last=last) if waits else False
             return False
         self._take(air, outcome)
         self._follow(told["recommended"])
@@ -327,6 +333,7 @@ class DiLoCoWorker:
             "kind": outcome.kind,
             "round": outcome.round_id,
             "reason": outcome.reason,
+            "turn": whose_turn(self._session.heard, self._next),
             "recommended": self._session.recommended if self.options.dylu else None,
             "counters": {
                 "sync_retries": counters.sync_retries + retries,

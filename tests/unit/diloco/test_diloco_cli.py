@@ -54,6 +54,7 @@ def closed_port() -> int:
     [
         ("server --workers 0", "num_workers=0"),
         ("server --workers 2 --min-workers 3", "min_workers=3"),
+        ("server --workers 2 --min-workers 0", "min_workers=0"),
         ("server --workers 2 --sync-every 0", "sync_every=0"),
         ("server --workers 1 --outer-lr -1", "outer_lr=-1"),
         ("server --workers 1 --model nowhere", "--model: nowhere does not exist"),

@@ -145,6 +145,21 @@ def test_those_who_left_are_not_waited_for_but_those_who_have_not_come_are() -> 
     assert alone.due(1e9) == []  # the minimum is two
 
 
+def test_after_a_restart_those_who_never_return_are_waited_for_as_long_as_silent_ones() -> None:
+    book = make_book(3)
+    submit(book, "a"), submit(book, "b"), submit(book, "c")
+    commit(book)
+    again = RoundBook(book.rules, 1000.0, json.loads(json.dumps(book.known())))
+    for worker in "ab":
+        again.register(worker, 1000.0, sync_every=100)
+        submit(again, worker, now=1001.0)
+    assert again.due(1029.0) == [] and again.due(1030.0) == [0]  # 3 heartbeats, not the deadline
+    more = RoundBook(replace(book.rules, expected=4), 0.0, book.known())
+    more.register("a", 0.0, sync_every=100), more.register("b", 0.0, sync_every=100)
+    submit(more, "a"), submit(more, "b")
+    assert more.due(99.0) == []  # a fourth has never been there
+
+
 def test_what_the_evicted_have_sent_still_counts() -> None:
     book = make_book(3)
     submit(book, "a")

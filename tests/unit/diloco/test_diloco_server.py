@@ -588,6 +588,35 @@ def test_those_who_do_not_take_what_they_asked_for_are_let_go(
     assert "Traceback" not in caplog.text and not caplog.records
 
 
+def test_one_that_returns_while_its_update_is_applied_is_told_of_the_next_round(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the round of before it would bring what it has learned a second time."""
+    server = running(num_workers=1)
+    begun, go_on, carry_out = threading.Event(), threading.Event(), server.core.carry_out
+
+    def slowly(job: Any) -> Any:
+        begun.set()
+        assert go_on.wait(20)
+        return carry_out(job)
+
+    monkeypatch.setattr(server.core, "carry_out", slowly)
+    player = Player(server, "a")
+    player.submit(player.message())
+    assert begun.wait(20)
+    told: list[dict[str, Any]] = []
+    again = threading.Thread(
+        target=lambda: told.append(player.register(resume_session=player.session))
+    )
+    again.start()
+    again.join(0.3)
+    assert not told
+    go_on.set()
+    again.join(20)
+    assert told[0]["round_id"] == [server.core.book.rounds[0].id]
+    assert server.core.book.rounds[0].number == 2
+
+
 def test_uploads_are_limited(running: Any) -> None:
     server = running(max_uploads=1)
     a, b = Player(server, "a"), Player(server, "b")

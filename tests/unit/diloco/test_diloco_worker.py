@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,18 @@ import torch
 from torch import Tensor
 
 from headway.checkpoint.ranks import SoloRanks
+from headway.diloco.counters import Speed
+from headway.diloco.flight import Flight
 from headway.diloco.parameters import ParameterView
+from headway.diloco.server_options import ServerOptions
 from headway.errors import ConfigError
 from headway.testing.diloco import (
+    Clock,
     ToyWorker,
     Values,
     serving,
     stopped,
+    together,
     toy_model,
     toy_step,
     train_together,
@@ -392,7 +399,127 @@ def test_a_stop_ends_the_wait_for_others(tmp_path: Path) -> None:
             assert same(worker.values, trained_alone(2)[1])
 
 
+# Turns of fragments
+
+
+@pytest.mark.parametrize("how", ["behind", "same round", "new"])
+def test_one_that_comes_back_meets_the_others_at_their_fragment(tmp_path: Path, how: str) -> None:
+    """Else it would wait for them at one fragment, and they for it at another."""
+    options = {"sync_every": 6, "num_fragments": 3}
+    with serving(tmp_path, num_workers=2, num_fragments=3, **EXACT) as server:
+        stays, leaves = (ToyWorker(server.address, n, **options).start() for n in range(2))
+        train_together([stays, leaves], 3, last=False)
+        saved = leaves.save()
+        if how != "same round":
+            train_together([stays, leaves], 2, last=False)
+        saved["state"]["session"] = server.core.book.workers["worker-1"].session
+        leaves.worker._session.close(leave=how == "new")
+        comes = ToyWorker(server.address, 2 if how == "new" else 1, **options)
+        comes.start() if how == "new" else comes.resume(saved)
+        # Who is done leaves, so that nobody waits for it.
+        together(*(lambda one=one: one.train(12).worker.stop() for one in (stays, comes)))
+    assert comes.worker.counters.fragment_syncs >= 4
+
+
+def test_one_that_misses_a_fragment_goes_to_where_the_others_are(tmp_path: Path) -> None:
+    options = {"sync_every": 6, "num_fragments": 3}
+    rules = {"num_workers": 2, "num_fragments": 3, "deadline_s": 0.01}
+    with serving(tmp_path, **rules, **EXACT) as server:
+        ahead, late = (ToyWorker(server.address, n, **options).start() for n in range(2))
+        ahead.train(7)
+        server.core.book.rules = replace(server.core.book.rules, deadline_s=600.0)
+        ends = [lambda: ahead.train(11).worker.stop(), lambda: late.train(18).worker.stop()]
+        together(*ends)
+    assert late.worker.counters.fragment_syncs >= 4
+
+
+def test_a_flight_that_follows_a_missed_round_is_begun_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Flight] = []
+    begin = Flight.begin
+    monkeypatch.setattr(Flight, "begin", lambda f, **k: (begun.append(f), begin(f, **k)))
+    with serving(tmp_path, num_workers=2, deadline_s=0.01, **EXACT) as server:
+        ahead, late = (
+            ToyWorker(server.address, n, sync_every=2, overlap_steps=2).start() for n in range(2)
+        )
+        with stopped(ahead, late):
+            ahead.train(4, last=True)
+            begun.clear()
+            late.train(8, last=True)
+    assert late.worker.counters.sync_count >= 2
+    assert len(begun) == len({id(one) for one in begun})
+
+
+def test_an_end_in_the_midst_of_an_exchange_is_no_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path, num_workers=2, **EXACT) as server:
+        worker = ToyWorker(server.address, sync_every=2).start()
+        session = worker.worker._session
+
+        def close(*_: Any, **__: Any) -> dict[str, Any]:
+            session.close(leave=False)
+            return {"state": "open", "submitted": False}
+
+        monkeypatch.setattr(session.client, "submit", close)
+        worker.train(2)
+        assert worker.worker.counters.sync_count == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+# Without rounds of all
+
+
+def test_what_is_too_old_is_dropped_and_not_given_for_new(tmp_path: Path) -> None:
+    with serving(tmp_path, num_workers=2, mode="async", max_staleness=1, **EXACT) as server:
+        fast, slow = (ToyWorker(server.address, n, sync_every=2).start() for n in range(2))
+        with stopped(fast, slow):
+            slow.train(1)
+            fast.train(6)
+            before = server.state_hash
+            slow.train(1)
+            assert server.state_hash == before
+            assert slow.worker.counters.refused_syncs == 1
+            assert same(slow.values, dict(server.core.require_state().parameters))
+            slow.train(2)
+            assert slow.worker.counters.sync_count == 1
+
+
+def test_the_limit_on_age_grows_with_the_workers() -> None:
+    assert [ServerOptions(num_workers=n).most_stale for n in (2, 64)] == [32, 256]
+    assert ServerOptions(num_workers=64, max_staleness=3).most_stale == 3
+
+
+def test_a_server_without_a_free_place_is_waited_for(tmp_path: Path) -> None:
+    """More workers than places is no failure: nobody goes on alone for it."""
+    with serving(tmp_path, max_uploads=1, **EXACT) as server:
+        worker = ToyWorker(server.address, sync_every=2, max_sync_retries=0).start()
+        with stopped(worker):
+            worker.train(1)
+            refused, free = server.core.book.num_refused, threading.Event()
+
+            def hold() -> None:
+                with server._places.take("another", 0):
+                    free.set()
+                    while refused.get("quota", 0) < 3:
+                        threading.Event().wait(0.01)
+
+            together(hold, lambda: (free.wait(), worker.train(1)), limit_s=20)
+            assert worker.worker.counters.sync_count == 1
+
+
 # DyLU
+
+
+def test_a_speed_is_known_also_of_single_steps() -> None:
+    clock = Clock()
+    speed = Speed(clock)
+    for step_s in (100.0, 100.0, 0.5):
+        clock.now_s += step_s
+        speed.step()
+        speed.restart()
+    assert speed.per_second == 2.0
 
 
 def test_slower_workers_get_fewer_steps(tmp_path: Path) -> None:
