@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headway.checkpoint.ranks import SoloRanks
-from headway.diloco.compression import encode
+from headway.diloco.compression import decode, encode
 from headway.diloco.ledger import Ledger
 from headway.diloco.parameters import ParameterView
 from headway.diloco.rounds import Refusal, RoundBook, Submission, Worker, new_round_id
@@ -28,6 +28,7 @@ from headway.diloco.server_options import ServerOptions
 from headway.diloco.specification import Specification
 from headway.diloco.state import (
     Body,
+    OpenBody,
     State,
     apply_round,
     drift_of,
@@ -135,6 +136,11 @@ class Core:
             raise ConfigError("the first parameters hold values that are not finite")
         self.ledger.begin(state, self._settings(specification), self.book.known())
         self.specification, self.state = specification, state
+
+    def begin_from(self, specification: Specification, path: str) -> None:
+        """The same with the parameters of a body in a file."""
+        with OpenBody(path, specification.shapes) as body:
+            self.begin(specification, {name: decode(p) for name, p in body.payloads.items()})
 
     def _settings(self, specification: Specification) -> dict[str, Any]:
         return {

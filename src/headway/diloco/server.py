@@ -23,7 +23,7 @@ from headway.control.prometheus import CONTENT_TYPE as METRICS_TYPE
 from headway.control.schema import BadRequest
 from headway.control.security import Guard, is_loopback
 from headway.diloco import page, report
-from headway.diloco.compression import DTYPE_OF, decode
+from headway.diloco.compression import DTYPE_OF
 from headway.diloco.core import Core, Model
 from headway.diloco.credentials import Tokens, WorkerGuard, choose_tokens, keep_token, make_tls
 from headway.diloco.delivery import send_body
@@ -398,13 +398,15 @@ class DiLoCoServer(GuardedServer):
             if core.state is not None:
                 raise Refusal(409, "not_first", "there are parameters already; fetch them")
             assert core.specification is not None
-            reader = Reader(core.specification.shapes, dtypes=("float32",))
-            await self._read(request, worker, reader.feed)
-            reader.finish()
-            if core.state is not None:
-                raise Refusal(409, "not_first", "another worker was faster; fetch its parameters")
-            tensors = {name: decode(payload) for name, payload in reader.payloads.items()}
-            await self._in(self._heavy, core.begin, core.specification, tensors)
+            # Into a file: what a worker says of its model takes no memory before it has come.
+            with Spool(core.ledger.incoming) as spool:
+                shapes = core.specification.shapes
+                reader = Reader(shapes, dtypes=("float32",), sink=spool.write)
+                await self._read(request, worker, reader.feed)
+                reader.finish()
+                if core.state is not None:
+                    raise Refusal(409, "not_first", "another was faster; fetch its parameters")
+                await self._in(self._heavy, core.begin_from, core.specification, spool.path)
         return answer_json({"state": "accepted", "round_id": [r.id for r in core.book.rounds]}, 202)
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:

@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 import ssl
+import struct
 import subprocess
 import threading
 import time
@@ -16,10 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from headway.diloco import DiLoCoClient, DiLoCoServer, Specification, replay
 from headway.diloco.compression import decode, encode
 from headway.diloco.faults import Refused, RoundOver, UnknownSession, Unreachable, VersionMismatch
+from headway.diloco.specification import canonical_json
 from headway.diloco.wire import CONTENT_TYPE, Message, compose
 from headway.errors import ConfigError
 from headway.testing.proofs.diloco_hostile import prove_hostile
@@ -332,6 +335,52 @@ def test_the_first_worker_brings_the_parameters(running: Any, model: Any) -> Non
     refused(409, "not_first", lambda: b.client.upload(message, worker="b", session=b.session))
     _, found = b.fetch()
     assert all(torch.equal(found[n], MODEL[n]) for n in MODEL)
+
+
+def test_a_model_that_is_only_claimed_to_be_large_takes_no_memory(
+    running: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = running(None, disable_auth=True)
+    size = 1 << 44
+    spec = Specification.from_layout([["w", [size], "float32", True]])
+    model = {"fingerprint": spec.fingerprint, "layout": spec.layout}
+    player = Player(server, "a", model=model)
+    header: dict[str, Any] = {
+        "meta": {},
+        "tensors": [
+            {
+                "name": "w",
+                "dtype": "float32",
+                "shape": [size],
+                "length": 4 * size,
+                "digest": "0" * 32,
+            }
+        ],
+    }
+    header["digest"] = xxhash.xxh3_128_hexdigest(canonical_json(header))
+    text = canonical_json(header)
+    body = struct.pack("<4sHI", b"HWDL", 1, len(text)) + text + bytes(3 << 20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection.putrequest(
+        "POST", f"/diloco/v1/parameters?worker={player.name}&session={player.session}"
+    )
+    for name, value in {
+        "Headway-Diloco": "1",
+        "Content-Type": CONTENT_TYPE,
+        "Content-Length": str(1 << 43),
+    }.items():
+        connection.putheader(name, value)
+    connection.endheaders(body)
+    while not server.core.totals.num_received_bytes and not list(
+        server.core.ledger.incoming.iterdir()
+    ):
+        assert "failed to answer" not in caplog.text
+        time.sleep(0.01)
+    connection.close()
+    while server._places.taken:
+        time.sleep(0.01)
+    assert "failed to answer" not in caplog.text
+    assert list(server.core.ledger.incoming.iterdir()) == []
 
 
 def test_parameters_that_are_no_numbers_are_not_taken(running: Any) -> None:
