@@ -97,7 +97,7 @@ class Client:
         body = {"command": command, "id": command_id, "data": data or {}}
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         # A run that ends may be gone before it is asked again; its stream says all to the last.
-        stream = self._try_stream() if wait and command in ENDS_RUN else None
+        stream = self._try_stream() if wait else None
         try:
             receipt: dict[str, Any] = self._ask("POST", "control", role="control", body=body)
             if wait:
@@ -127,12 +127,15 @@ class Client:
             try:
                 receipt = self._ask("GET", f"commands/{command_id}", role="read")
             except ControlError as error:
-                if command not in ENDS_RUN or error.status is not None:
+                if error.status is not None:
                     raise
                 last = None if stream is None else stream.find_command(command_id)
-                if last is None and not self._has_left():
+                if last is None and command in ENDS_RUN and self._has_left():
+                    raise ControlError(
+                        f"the run has ended; what became of {command} is not known", answer=receipt
+                    ) from None
+                if last is None:
                     raise
-                last = last or {"state": "applied", "message": "it has ended"}
                 return {**receipt, "settled_at": time.time(), **last}
         return receipt
 

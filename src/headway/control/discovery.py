@@ -77,7 +77,9 @@ def jobs_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """The folder of all jobs of this user on this machine."""
     if given := environment.get(_FOLDER_VARIABLE):
         return Path(given)
-    if runtime := environment.get("XDG_RUNTIME_DIR"):
+    # Batch systems pass the variable on to machines that have no such folder.
+    runtime = environment.get("XDG_RUNTIME_DIR")
+    if runtime and Path(runtime).is_dir():
         return Path(runtime) / "headway" / "jobs"
     state = environment.get("XDG_STATE_HOME")
     base = Path(state) if state else Path.home() / ".local" / "state"
@@ -102,6 +104,10 @@ def new_job_id(run_name: str | None = None) -> str:
     return f"{stem[:40]}-{secrets.token_hex(4)}"
 
 
+class UnusableFolder(ConfigError):
+    """The folder for running jobs cannot be made, or is not this user's alone."""
+
+
 class Registration:
     """A running job's files; made by the process that runs it."""
 
@@ -110,15 +116,20 @@ class Registration:
         self.nonce = secrets.token_hex(16)
         self._root = jobs_folder() if folder is None else folder
         self.folder = self._root / job_id
+        self._tokens: Mapping[str, str] = {}
 
     def write_tokens(self, tokens: Mapping[str, str]) -> None:
         """Before the server listens: nobody finds it without. Those of an earlier run go."""
+        self._tokens = tokens
         with self._taken() as folder:
-            for role, name in TOKEN_NAMES.items():
-                if role in tokens:
-                    _write_private(folder, name, tokens[role].encode())
-                else:
-                    _unlink(folder, name)
+            self._replace_tokens(folder)
+
+    def _replace_tokens(self, folder: int) -> None:
+        for role, name in TOKEN_NAMES.items():
+            if role in self._tokens:
+                _write_private(folder, name, self._tokens[role].encode())
+            else:
+                _unlink(folder, name)
 
     def write_endpoint(
         self,
@@ -151,6 +162,8 @@ class Registration:
         text = json.dumps(endpoint.to_dict(), indent=2).encode()
         with self._taken() as folder:
             _write_private(folder, ENDPOINT_NAME, text)
+            # A job of the same id that began meanwhile, and is refused from now on, wrote its own.
+            self._replace_tokens(folder)
         return endpoint
 
     @contextlib.contextmanager
@@ -278,7 +291,7 @@ def _opened_or_refused(path: Path, remedy: str) -> Iterator[int]:
         try:
             descriptor = stack.enter_context(_opened(path))
         except OSError as error:
-            raise ConfigError(
+            raise UnusableFolder(
                 f"{path} must be a folder of this user, no link, to which nobody else can write "
                 f"({error.strerror or error}); {remedy}"
             ) from None
@@ -299,7 +312,7 @@ def _make_folders(path: Path) -> None:
             try:
                 folder.mkdir(mode=0o700, exist_ok=True)
             except OSError as error:
-                raise ConfigError(
+                raise UnusableFolder(
                     f"the folder {folder} for running jobs cannot be made ({error.strerror}); "
                     f"set {_FOLDER_VARIABLE} to another"
                 ) from None

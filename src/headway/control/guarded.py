@@ -80,6 +80,10 @@ class GuardedServer:
         self._over: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
 
+    def find_valid(self, path: str) -> dict[str, Any]:
+        """What would be right in the place of a path that is not there."""
+        return {}
+
     def add_route(
         self,
         method: str,
@@ -245,7 +249,8 @@ class GuardedServer:
             except BadRequest as error:
                 answer = _refuse(error)
             except web.HTTPException as error:
-                answer = _refuse(BadRequest(error.status, error.reason))
+                valid = self.find_valid(request.path) if error.status == 404 else {}
+                answer = _refuse(BadRequest(error.status, error.reason, **valid))
             except (asyncio.CancelledError, ConnectionError):
                 raise
             except Exception:

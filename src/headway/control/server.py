@@ -84,6 +84,10 @@ class ControlServer(GuardedServer):
     def _before_stop(self) -> None:
         self.board.close()  # ends the streams
 
+    def find_valid(self, path: str) -> dict[str, Any]:
+        """The job that is served here, to those who ask for another."""
+        return {"valid_jobs": [self.board.job_id]} if path.startswith("/jobs/") else {}
+
     async def _answer_health(self, request: web.Request) -> web.StreamResponse:
         """That it is up; and, to a challenge, that it is the job that wrote the endpoint file."""
         answer: dict[str, Any] = {"status": "ok"}

@@ -16,7 +16,8 @@ from headway.optim.scheduler import CurveLR
 
 # Cyclic schedules keep the ends of their range in the groups.
 _OF_GROUP = ("initial_lr", "max_lr", "min_lr")
-_OF_SCHEDULER = ("base_lrs", "max_lrs", "_last_lr")
+_OF_SCHEDULER = ("base_lrs", "max_lrs", "min_lrs", "_last_lr")
+_FLOOR = "eta_min"
 
 
 def scale_rates(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
@@ -35,6 +36,9 @@ def scale_rates(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
     ]
     for part, name, rates in lists:
         setattr(part, name, rates)
+    for part in parts:
+        if isinstance(getattr(part, _FLOOR, None), int | float):
+            setattr(part, _FLOOR, getattr(part, _FLOOR) * factor)
     for group, rates_of_group in groups:
         _set_rate(group, rates_of_group.pop("lr"))
         group.update(rates_of_group)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_FACTOR = 1e12
+_MOST_STEPS = 2**53
 
 
 class Steering:
@@ -114,7 +115,8 @@ class Steering:
         self.commands.note_change()
         rate = self.learning_rate
         self.log({"learning_rate": rate, "learning_rate_factor": factor})
-        return f"the learning rate goes from {before:g} to {rate:g} (times {factor:g})"
+        change = f"from {before:g} to {rate:g} (times {factor:g}, as all that follow)"
+        return f"the learning rate goes {change}"
 
     # Length
 
@@ -123,6 +125,8 @@ class Steering:
         plan = self._plan
         if plan is None or plan.length.max_steps is None:
             return f"its length is not counted in steps (train_for={self.args.train_for!r})"
+        if max_steps > _MOST_STEPS:
+            return f"{max_steps} steps; allowed: at most {_MOST_STEPS}"
         if max_steps <= self.state.global_step:
             return f"step {self.state.global_step} is done; allowed: more steps than that"
         lengths = self._lengths_after(plan, max_steps)

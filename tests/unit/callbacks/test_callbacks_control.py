@@ -196,6 +196,72 @@ def test_a_change_after_a_save_of_the_same_step_is_saved_at_the_end(tmp_path: Pa
     assert state["rate_factor"] == 0.5
 
 
+def test_after_a_stop_nothing_that_needs_another_step_is_taken(tmp_path: Path) -> None:
+    class Sends(TrainerCallback):
+        def on_gradients(self, state: Any) -> None:
+            assert control.inbox is not None
+            if state.global_step == 1:
+                for name, data in (
+                    ("graceful_stop", {}),
+                    ("extend_max_steps", {"by": 3}),
+                    ("pause", {}),
+                ):
+                    control.inbox.submit(parse_command({"command": name, "id": name, "data": data}))
+
+    control = TrainerControlCallback()
+    tiny_trainer(tmp_path, [control, Sends()], max_steps=9).train()
+    assert control.inbox is not None
+    receipts = [control.inbox.receipt(name) for name in ("extend_max_steps", "pause")]
+    for receipt in receipts:
+        assert receipt is not None and receipt.state == "refused"
+        assert receipt.message == "the run ends after this step"
+
+
+def test_a_command_in_the_final_evaluation_is_refused_and_told_so(tmp_path: Path) -> None:
+    told: list[Any] = []
+
+    class Last(TrainerCallback):
+        thread: threading.Thread | None = None
+
+        def on_prediction_step(self, state: Any) -> None:
+            if state.global_step == 2 and self.thread is None:
+                sent = threading.Event()
+                self.thread = threading.Thread(target=self._send, args=(sent,))
+                self.thread.start()
+                assert sent.wait(30)
+
+        def _send(self, sent: threading.Event) -> None:
+            client = Client(find_job("kite"))
+            accepted = client.send("abort", wait=False)
+            stream = client.events(after=0)
+            sent.set()
+            told.extend(e for e in stream if e.get("id") == accepted["id"])
+
+    last = Last()
+    control = TrainerControlCallback(job_id="kite")
+    tiny_trainer(
+        tmp_path, [control, last], max_steps=2, eval_strategy="epoch", num_train_epochs=1
+    ).train()
+    assert last.thread is not None
+    last.thread.join(30)
+    assert [event["state"] for event in told] == ["refused"]
+
+
+@pytest.mark.parametrize("kind", ["a file", "open to others"])
+def test_a_folder_that_cannot_be_used_costs_the_server_and_not_the_run(
+    kind: str, tmp_path: Path, jobs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kind == "a file":
+        jobs.write_text("")
+    else:
+        jobs.mkdir()
+        jobs.chmod(0o777)
+    trainer = tiny_trainer(tmp_path, [TrainerControlCallback()], max_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert "cannot be controlled from outside, and goes on" in caplog.text
+
+
 WARNS = """
     import logging, sys
     from headway import TrainerCallback
@@ -210,9 +276,10 @@ WARNS = """
 """
 
 
+@pytest.mark.timeout(120)
 def test_warnings_still_reach_a_script_without_handlers(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(WARNS), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert done.stderr.count("look here") == 1
 
 
@@ -470,6 +537,7 @@ KILLED = """
 """
 
 
+@pytest.mark.timeout(240)
 def test_a_killed_job_misleads_nobody(tmp_path: Path, jobs: Path) -> None:
     def start() -> subprocess.Popen[str]:
         command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]

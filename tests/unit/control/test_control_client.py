@@ -105,12 +105,11 @@ def test_the_same_from_asyncio(running):
     assert job_id == JOB and receipt["step"] == 5
 
 
-def test_a_run_that_ends_before_it_is_asked_again_has_done_what_was_asked(running):
-    """A stop takes effect, and the server goes, between two looks at the receipt."""
+def test_of_a_run_that_ends_without_a_word_nothing_is_claimed(running):
     thread = answer_one(running, then=running.close)
-    receipt = Client(JOB).graceful_stop(timeout_s=30)
+    with pytest.raises(ControlError, match="what became of graceful_stop is not known"):
+        Client(JOB).graceful_stop(timeout_s=30)
     thread.join()
-    assert receipt["state"] == "applied" and receipt["message"] == "it has ended"
 
 
 def test_the_receipt_of_a_run_that_ended_comes_with_its_last_events(running):
@@ -134,6 +133,13 @@ def test_the_last_events_come_before_the_end(running):
     running.board.announce("end", step=2)
     assert running.server.stop()
     assert [event["event"] for event in events] == ["end"]
+
+
+def test_an_unknown_job_is_told_with_the_one_there_is(running):
+    client = Client(JOB)
+    with pytest.raises(ControlError, match="Not Found") as refused:
+        client._request("GET", "/jobs/nope/status", client._headers("read"), None)
+    assert refused.value.status == 404 and refused.value.answer["valid_jobs"] == [JOB]
 
 
 @pytest.mark.parametrize(

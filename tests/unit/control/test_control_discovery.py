@@ -134,7 +134,10 @@ def test_new_ids_are_plain_words_and_differ():
 
 def test_the_folder_follows_the_environment(tmp_path):
     assert jobs_folder({"HEADWAY_JOBS_DIR": "/x"}).as_posix() == "/x"
-    assert jobs_folder({"XDG_RUNTIME_DIR": "/run/user/1"}).as_posix() == "/run/user/1/headway/jobs"
+    assert jobs_folder({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "headway" / "jobs"
+    # Of a batch system's other machine.
+    away = {"XDG_RUNTIME_DIR": str(tmp_path / "away"), "XDG_STATE_HOME": str(tmp_path)}
+    assert jobs_folder(away).parent == tmp_path / "headway" / "jobs"
     # A home may be shared by machines; their process numbers are not.
     shared = jobs_folder({"XDG_STATE_HOME": "/s"})
     assert shared.parent.as_posix() == "/s/headway/jobs"

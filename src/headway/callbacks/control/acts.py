@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROFILES_FOLDER = "profiles"
+_NEED_ANOTHER_STEP = ("pause", "resume", "extend_max_steps", "profile_next_steps")
 _LEVELS = {name.lower(): getattr(logging, name) for name in logging._nameToLevel}
 
 
@@ -39,6 +40,8 @@ class Acts:
 
     def find_obstacle(self, command: Command) -> str | None:
         """Why this run cannot do it now; None if it can."""
+        if command.name in _NEED_ANOTHER_STEP and self._trainer.bus.control.should_training_stop:
+            return "the run ends after this step"
         find: Callable[..., str | None] | None = getattr(self, f"_cannot_{command.name}", None)
         return None if find is None else find(**command.data)
 

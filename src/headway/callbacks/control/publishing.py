@@ -34,7 +34,7 @@ _KINDS = {
     "headway.checkpoint": "checkpoint",
     "headway.trainers.saving": "checkpoint",
 }
-_NO_INCIDENTS = ("headway.control", "headway.callbacks.control")
+_NO_INCIDENTS = ("headway.control",)
 
 
 class Publisher:

@@ -136,6 +136,9 @@ class Desk:
         """The run is over."""
         self._close(lambda one: True, "failed", reason)
         if self._inbox is not None:
+            # Told to streams too: nobody may be able to ask for a receipt any more.
+            for command in self._inbox.take():
+                self._settle(command, "refused", reason)
             self._inbox.close(reason, self._state.global_step)
 
     def _close(self, is_it: Callable[[_Open], bool], state: str, message: str) -> None:

@@ -20,7 +20,13 @@ from headway.callbacks.control.acts import Acts
 from headway.callbacks.control.publishing import IncidentHandler, Publisher
 from headway.callbacks.control.receipts import Desk
 from headway.callbacks.watch.ranges import require_count, require_flag, require_name
-from headway.control.discovery import Registration, check_job_id, clean_stale, new_job_id
+from headway.control.discovery import (
+    Registration,
+    UnusableFolder,
+    check_job_id,
+    clean_stale,
+    new_job_id,
+)
 from headway.control.inbox import Inbox
 from headway.control.security import check_token, is_loopback, new_token
 from headway.control.status import StatusBoard
@@ -194,7 +200,7 @@ class TrainerControlCallback(TrainerCallback):
         try:
             clean_stale()
             self._start_server(args, job_id)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, UnusableFolder) as error:
             logger.error("the run cannot be controlled from outside, and goes on: %s", error)
             self._end_server()
             self.board = self.inbox = self._publisher = None
