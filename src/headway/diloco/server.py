@@ -214,10 +214,10 @@ class DiLoCoServer(GuardedServer):
         job = core.start_round(fragment)
         try:
             done = await self._in(self._heavy, core.carry_out, job)
-        except asyncio.CancelledError:
-            raise
-        except (OSError, CheckpointError) as error:
-            logger.error("round %s cannot be committed, it is tried again: %s", job.round_id, error)
+        except Exception as error:  # a round that stayed closed would hold all workers for ever
+            known = isinstance(error, OSError | CheckpointError)
+            words = "round %s cannot be committed, it is tried again: %s"
+            logger.error(words, job.round_id, error, exc_info=None if known else error)
             core.book.reopen(fragment, time.monotonic() + _RETRY_S)
             return
         now = time.monotonic()

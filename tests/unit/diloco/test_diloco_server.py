@@ -700,6 +700,24 @@ def test_a_disk_that_is_full_holds_the_round_until_it_is_not(
     assert left < 0 and "No space left" in caplog.text
 
 
+def test_a_round_that_fails_in_any_way_is_tried_again(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.diloco.server._RETRY_S", 0.01)
+    server = running(num_workers=1)
+    carry_out, failures = server.core.carry_out, [MemoryError(), ValueError("odd")]
+
+    def fail_first(job: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return carry_out(job)
+
+    monkeypatch.setattr(server.core, "carry_out", fail_first)
+    player = Player(server, "a")
+    player.submit(player.message())
+    assert player.wait(wait_s=10)["counted"]
+
+
 def test_a_body_that_does_not_fit_on_the_disk_can_be_sent_again(
     running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
