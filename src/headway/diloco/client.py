@@ -276,6 +276,8 @@ def _refusal(address: Address, status: int, answer: Mapping[str, Any]) -> DiLoCo
         return Busy(reason)
     if status in _BUSY:
         return Unreachable(reason)
+    if status == 401:
+        reason += "; there is no token, or it is not one that this server knows"
     if status in (401, 403):
         return NotAllowed(status, reason, answer)
     kinds: dict[int, type[Refused]] = {

@@ -187,6 +187,10 @@ class DiLoCoWorker:
         return max(1, self.sync_every // self.options.num_fragments)
 
     @property
+    def steps_to_turn(self) -> int:
+        return self.interval - self._since_turn
+
+    @property
     def overlap_steps(self) -> int:
         """Steps that are trained while an exchange is under way."""
         asked = self.options.overlap_steps

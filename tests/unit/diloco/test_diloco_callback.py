@@ -266,6 +266,17 @@ NAMES = [
 ]
 
 
+def test_a_run_that_is_too_short_for_an_exchange_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for max_steps, warned in ((3, True), (4, False)):
+        with serving(tmp_path / f"server-{max_steps}") as server:
+            callback = DiLoCoCallback(server.address, sync_every=4)
+            tiny_trainer(tmp_path / str(max_steps), [callback], max_steps=max_steps).train()
+        assert ("exchanges nothing" in caplog.text) is warned
+        caplog.clear()
+
+
 def test_a_run_that_fails_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
     with serving(tmp_path / "server") as server:
         callback = DiLoCoCallback(server.address, sync_every=2)

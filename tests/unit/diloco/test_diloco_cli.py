@@ -117,7 +117,7 @@ def test_a_worker_that_cannot_take_part_ends_with_2_before_it_trains(
     told = {
         "nobody": "nothing listens there",
         "unknown-host": "'kite.invalid' is no known host",
-        "token": "401",
+        "token": "it is not one that this server knows",
         "fragments": "num_fragments=3: allowed are 1 to 2",
         "model": "it is not this server's model",
     }[case]

@@ -150,6 +150,15 @@ class DiLoCoCallback(TrainerCallback):
             self._close()
             raise
         self._pending, self._pending_slots, self._must_rejoin = {}, {}, False
+        left = state.max_steps - state.global_step
+        if state.is_world_process_zero and 0 < left < self._worker.steps_to_turn:
+            logger.warning(
+                "DiLoCoCallback: this run ends after %d more steps and exchanges nothing: its next "
+                "turn is in %d (sync_every=%d)",
+                left,
+                self._worker.steps_to_turn,
+                self._worker.sync_every,
+            )
 
     def on_load(self) -> None:
         """A checkpoint was loaded; one without state of this callback leaves none behind."""
