@@ -5,11 +5,12 @@ A round has three phases, one after the other: all workers submit, the server ap
 all workers fetch. From the largest model's figures follow constants, and from these, by the
 formulas that are printed, what larger models and slower networks would need.
 
-    python benchmarks/diloco.py [--sizes 1 10 100] [--workers 1 2 4 8] [--rounds 3] [--write]
+    python benchmarks/diloco.py [--sizes 1 10 100] [--workers 1 2 4 8] [--rounds 3]
+        [--limit-s 600] [--write]
 
 Sizes are millions of parameters. The state is kept in a folder under TMPDIR: its disk is measured.
-Server and clients share the machine's cores, so that a server alone on them is faster; its seconds
-of processor time per byte, which do not depend on that, stand beside.
+Server and clients share the machine's cores, and whatever else runs there: the calculation goes by
+the server's processor time, which does not depend on that.
 """
 
 from __future__ import annotations
@@ -32,25 +33,26 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy
 import torch
+from diloco_calculation import (
+    FORMULAS,
+    FUTURE,
+    GB,
+    MILLION,
+    SENT_BYTES,
+    USABLE,
+    Constants,
+    describe_constants,
+    describe_future,
+)
 
 from headway.diloco import DiLoCoClient, DiLoCoServer, Specification, core, ledger
 from headway.diloco.compression import COMMS, encode
 from headway.diloco.wire import Message, compose
 
-MILLION, MIB, GB = 10**6, 1 << 20, 1e9
-SENT_BYTES = {"float32": 4, "bf16": 2, "int8": 1}
-"""Of one parameter on the way to the server; on the way back it is 4."""
-LINKS_MBIT = {"100 Mbit/s": 100, "1 Gbit/s": 1_000, "10 Gbit/s": 10_000}
-MANY_WORKERS = (8, 64, 512)
-USABLE = 0.94
-"""Of a link's bits, after the headers of Ethernet, IP and TCP."""
+MIB = 1 << 20
 LARGE = 50 * MILLION
 """From here on, two rounds are enough: they take seconds, not moments."""
-FUTURE = 10**9
-INTERVAL_S = 1000.0
-"""Training between two exchanges: 500 steps of 2 s."""
 
 
 @dataclass
@@ -297,11 +299,16 @@ class Workers:
 
 
 def measure(options: argparse.Namespace) -> list[Case]:
-    cases = []
+    cases: list[Case] = []
+    until = time.monotonic() + options.limit_s
     for size in (int(millions * MILLION) for millions in options.sizes):
         for workers in options.workers:
+            if time.monotonic() > until:
+                return cases
             with server_process(workers, size) as process:
                 for comm in options.comm:
+                    if time.monotonic() > until:
+                        break
                     everyone = Workers(process, workers, size, comm)
                     process.forget_peaks()
                     times = options.rounds if size < LARGE else min(2, options.rounds)
@@ -329,126 +336,7 @@ def measure_disk(num_bytes: int = 512 * MIB) -> float:
         return num_bytes / (time.perf_counter() - began)
 
 
-# -- what follows -----------------------------------------------------------------------------
-
-
-@dataclass
-class Constants:
-    """Of the largest model with one way to communicate."""
-
-    comm: str
-    in_rate: float
-    out_rate: float
-    commit_s: float
-    """Per parameter, whatever the number of workers."""
-    worker_s: float
-    """Per parameter and worker."""
-    in_cpu_s: float
-    out_cpu_s: float
-    """Per byte."""
-    memory_bytes: float
-    """Per parameter, without pages of files."""
-
-    @classmethod
-    def of(cls, cases: list[Case], comm: str) -> Constants:
-        size = max(case.size for case in cases)
-        own = sorted(
-            (c for c in cases if c.size == size and c.comm == comm), key=lambda c: c.workers
-        )
-        most = own[-1]
-        slope, start = (
-            numpy.polyfit([c.workers for c in own], [c.commit_s / size for c in own], 1)
-            if len(own) > 1
-            else (0.0, most.commit_s / size)
-        )
-        return cls(
-            comm=comm,
-            in_rate=most.received_bytes / most.submit_s,
-            out_rate=most.sent_bytes / most.fetch_s,
-            commit_s=max(0.0, float(start)),
-            worker_s=max(0.0, float(slope)),
-            in_cpu_s=most.submit_cpu_s / most.received_bytes,
-            out_cpu_s=most.fetch_cpu_s / most.sent_bytes,
-            memory_bytes=max(c.anonymous_bytes for c in own) / size,
-        )
-
-    def phases(self, size: float, workers: int, link: float) -> tuple[float, float, float]:
-        """Seconds to submit, to commit and to fetch; `link` is the server's, in bytes a second."""
-        sent, fetched = workers * SENT_BYTES[self.comm] * size, workers * 4 * size
-        return (
-            sent / min(link, self.in_rate),
-            size * (self.commit_s + self.worker_s * workers),
-            fetched / min(link, self.out_rate),
-        )
-
-    def most_workers(self, size: float, link: float, limit_s: float) -> int:
-        """The largest number of workers whose exchange ends within the limit."""
-        up, down = min(link, self.in_rate), min(link, self.out_rate)
-        each = size * (SENT_BYTES[self.comm] / up + self.worker_s + 4 / down)
-        return max(0, int((limit_s - size * self.commit_s) / each))
-
-
-FORMULAS = """\
-```text
-P parameters, N workers, s bytes per parameter sent (float32 4, bf16 2, int8 1), 4 received
-L    bytes/s of the server's link: bits/s / 8 x {usable}; each worker's link is assumed to be no
-     slower than L / N, and the two directions not to disturb each other
-submit = N s P / min(L, in)       commit = P (c0 + c1 N)       fetch = N 4 P / min(L, out)
-round  = submit + commit + fetch
-most N = (limit - P c0) / (P (s / min(L, in) + c1 + 4 / min(L, out)))
-```
-"""
-
-
-def describe_constants(constants: list[Constants], disk: float) -> list[str]:
-    lines = [
-        "| comm | in, MB/s | out, MB/s | c0, s per 10^9 parameters | c1, s per 10^9 and worker | "
-        "server's processor, s per GB in | s per GB out | memory, bytes per parameter |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for c in constants:
-        figures = [c.in_rate / 1e6, c.out_rate / 1e6, c.commit_s * GB, c.worker_s * GB]
-        figures += [c.in_cpu_s * GB, c.out_cpu_s * GB, c.memory_bytes]
-        places = (0, 0, 1, 2, 2, 2, 1)
-        cells = [f"{x:.{p}f}" for x, p in zip(figures, places, strict=True)]
-        lines.append(f"| {c.comm} | {' | '.join(cells)} |")
-    lines += ["", f"The disk took {disk / 1e6:.0f} MB/s (512 MiB in one file, synced)."]
-    return lines
-
-
-def describe_future(c: Constants) -> list[str]:
-    """A model of 10^9 parameters, by calculation."""
-    lines = [
-        f"| workers | server's link | submit, s | commit, s | fetch, s | round, s | of a "
-        f"{INTERVAL_S:,.0f} s interval | submit and fetch bound by |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for workers in MANY_WORKERS:
-        for name, mbit in LINKS_MBIT.items():
-            link = mbit * 1e6 / 8 * USABLE
-            phases = c.phases(FUTURE, workers, link)
-            total = sum(phases)
-            bound = ", ".join(
-                "the network" if link <= rate else "the server" for rate in (c.in_rate, c.out_rate)
-            )
-            cells = [f"{x:,.0f}" for x in (*phases, total)] + [f"{100 * total / INTERVAL_S:,.0f} %"]
-            lines.append(f"| {workers} | {name} | {' | '.join(cells)} | {bound} |")
-    lines += [
-        "",
-        f"Most workers of one server, 10^9 parameters, {c.comm}:",
-        "",
-        "| server's link | exchange at most 10 % of the interval | as long as the interval |",
-        "|---|---|---|",
-    ]
-    links = {**LINKS_MBIT, "without limit": 10**9}
-    for name, mbit in links.items():
-        link = mbit * 1e6 / 8 * USABLE
-        cells = [f"{c.most_workers(FUTURE, link, share * INTERVAL_S):,}" for share in (0.1, 1.0)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
-
-
-def report(cases: list[Case], constants: list[Constants], disk: float) -> str:
+def report(cases: list[Case], constants: list[Constants]) -> str:
     lines = [
         f"# What a DiLoCo server costs, {datetime.datetime.now(datetime.UTC).date()}",
         "",
@@ -462,20 +350,23 @@ def report(cases: list[Case], constants: list[Constants], disk: float) -> str:
         "before it had a model, and of that what is no page of a file.",
         "",
         "| parameters | workers | comm | round, s | submit | commit (arithmetic) | fetch | "
-        "worker encodes | in, MB | out, MB | peak, MiB | without file pages |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "server's processor, s | worker encodes | in, MB | out, MB | peak, MiB | "
+        "without file pages |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for c in cases:
         cells = [f"{c.size / MILLION:g} M", f"{c.workers}", c.comm, f"{c.round_s:.2f}"]
         cells += [f"{c.submit_s:.2f}", f"{c.commit_s:.2f} ({c.apply_s:.2f})", f"{c.fetch_s:.2f}"]
+        cells += [f"{c.submit_cpu_s + c.commit_cpu_s + c.fetch_cpu_s:.2f}"]
         cells += [f"{c.encode_s:.2f}", f"{c.received_bytes / 1e6:.1f}", f"{c.sent_bytes / 1e6:.1f}"]
         cells += [f"{c.peak_bytes / MIB:.0f}", f"{c.anonymous_bytes / MIB:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    size = max(case.size for case in cases)
     lines += ["", "## Constants", ""]
-    lines += [f"Of {size / MILLION:g} M parameters; rates with the most workers, c0 and c1 a line"]
-    lines += ["through the commits of all numbers of workers.", ""]
-    lines += describe_constants(constants, disk)
+    lines += [
+        "Processor time of the server, which other work on the machine does not change: bytes"
+    ]
+    lines += ["per second of it with the most workers, c0 and c1 a line through all commits.", ""]
+    lines += describe_constants(constants)
     lines += ["", "## By calculation: 10^9 parameters", "", FORMULAS.format(usable=USABLE)]
     for c in constants:
         if c.comm == "bf16" or len(constants) == 1:
@@ -497,6 +388,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--comm", nargs="+", choices=COMMS, default=list(COMMS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--limit-s", type=float, default=float("inf"), help="begin nothing more after so long"
+    )
     parser.add_argument("--write", action="store_true", help="into benchmarks/results/")
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -505,8 +399,9 @@ def main() -> int:
         return 0
     torch.set_num_threads(1)
     cases = measure(options)
-    constants = [Constants.of(cases, comm) for comm in options.comm]
-    text = report(cases, constants, measure_disk())
+    comms = [comm for comm in options.comm if any(case.comm == comm for case in cases)]
+    disk_rate = measure_disk()
+    text = report(cases, [Constants.of(cases, comm, disk_rate) for comm in comms])
     print(f"\n{text}")
     if options.write:
         today = datetime.datetime.now(datetime.UTC).date()

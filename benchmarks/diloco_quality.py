@@ -10,8 +10,9 @@ Bytes are what the loopback device carried, headers and all: everything runs in 
 of its own where that is allowed (root), else the machine's other traffic is counted too. Beside
 them stand the workers' own counters and, for DDP, the calculation.
 
-    python benchmarks/diloco_quality.py [--steps 2000] [--comm bf16 float32] [--seeds 2] [--write]
-        [--outer-lr 0.7] [--momentum 0.9] [--override=--args.learning_rate=2e-3 ...]
+    python benchmarks/diloco_quality.py [--steps 1000] [--comm bf16 float32] [--seeds 1] [--write]
+        [--begin-steps 2000] [--outer-lr 0.7] [--momentum 0.5]
+        [--override=--args.learning_rate=1e-3 ...]
 
 Ends with 1 unless every run is within 2 % of data parallel with at most 1/40 of its bytes.
 """
@@ -32,7 +33,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,9 @@ class Run:
 
     name: str
     seed: int
-    loss: float
+    checkpoint: Path
+    loss: float = math.nan
     """On the held-out files."""
-    seconds: float
     wire_bytes: float = 0.0
     """Sent and received by one worker per step, on the wire."""
     counted_bytes: float = 0.0
@@ -96,54 +97,85 @@ def headway(*words: str, threads: int) -> str:
     return done.stdout
 
 
-def evaluate(checkpoint: Path, held_out: Path, length: int) -> tuple[float, int]:
-    """The loss on all held-out files, and the number of parameters."""
-    model = load_causal_lm(checkpoint)
-    trainer = Trainer(
-        args=TrainingArguments(
-            output_dir=str(checkpoint / "eval"), per_device_eval_batch_size=64, use_cpu=True
-        ),
-        model=model,
-        eval_dataset=TokenDataset(str(held_out), length, mask_documents=False),
-        default_callbacks=False,
-    )
-    loss: float = trainer.evaluate()["eval_loss"]
-    return loss, sum(p.numel() for p in model.parameters())
-
-
 class Comparison:
     """All runs on one folder of data."""
 
     def __init__(self, options: argparse.Namespace, root: Path) -> None:
         self.options, self.root = options, root
         self.run_file = prepare(root / "demo", options.steps, 0)
+        self.start_loss = math.nan
         self.held_out = root / "demo" / "data" / "held_out.hwt"
         self.num_parameters = 0
         length = options.length
-        self.overrides = [
+        self.sizes = [
             f"--model.hidden_size={options.width}",
             f"--model.num_layers={options.layers}",
+        ]
+        self.overrides = [
             f"--data.train.init_args.sequence_length={length}",
             f"--data.eval.init_args.sequence_length={length}",
             f"--args.warmup_steps={min(options.warmup, options.steps // 4)}",
             "--args.use_cpu=true",
-            *options.override,
         ]
+        if options.begin_steps:
+            self._begin()
+        self.overrides += self.sizes + options.override
 
-    def _finish(self, run: Run, folder: Path) -> Run:
-        checkpoint = folder / f"checkpoint-{self.options.steps}"
-        run.loss, self.num_parameters = evaluate(checkpoint, self.held_out, self.options.length)
-        print(
-            f"{run.name}, seed {run.seed}: loss {run.loss:.4f}, {run.seconds:.0f} s, "
-            f"{run.wire_bytes:,.0f} bytes/step",
-            flush=True,
+    def _begin(self) -> None:
+        """What all runs begin from: one process, four-fold batches, the demo's recipe."""
+        options, folder = self.options, self.root / "begin"
+        checkpoint = folder / f"checkpoint-{options.begin_steps}"
+        if options.begin:
+            checkpoint = Path(options.begin)
+        else:
+            headway(
+                *("train", str(self.run_file), *self.overrides, *self.sizes),
+                f"--args.output_dir={folder}",
+                f"--args.max_steps={options.begin_steps}",
+                f"--args.save_steps={options.begin_steps}",
+                f"--args.per_device_train_batch_size={WORKERS * options.batch}",
+                # An order of the data that no run after it has.
+                "--args.seed=1000",
+                threads=1,
+            )
+        run = Run("the beginning", 0, checkpoint)
+        self.evaluate(run)
+        self.start_loss, self.sizes = run.loss, []
+        text = self.run_file.read_text(encoding="utf-8")
+        before, _, rest = text.partition("model:\n")
+        tail = rest[rest.index("tokenizer:") :]
+        self.run_file = self.root / "further.yaml"
+        self.run_file.write_text(
+            f"{before}model:\n  class_path: headway.models.load_pretrained\n"
+            f"  init_args: {{directory: {json.dumps(str(checkpoint))}}}\n\n{tail}",
+            encoding="utf-8",
         )
-        return run
+
+    def _checkpoint(self, folder: Path) -> Path:
+        return folder / f"checkpoint-{self.options.steps}"
+
+    def evaluate(self, run: Run) -> None:
+        """Fill in its loss on all held-out files."""
+        model = load_causal_lm(run.checkpoint)
+        trainer = Trainer(
+            args=TrainingArguments(
+                output_dir=str(run.checkpoint / "eval"),
+                per_device_eval_batch_size=64,
+                use_cpu=True,
+            ),
+            model=model,
+            eval_dataset=TokenDataset(
+                str(self.held_out), self.options.length, mask_documents=False
+            ),
+            default_callbacks=False,
+        )
+        run.loss = trainer.evaluate()["eval_loss"]
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        print(f"{run.name}, seed {run.seed}: loss {run.loss:.4f}", flush=True)
 
     def train_alone(self, name: str, seed: int, batch: int) -> Run:
         """One process."""
         folder = self.root / f"{name.replace(' ', '-')}-{seed}"
-        began = time.monotonic()
         headway(
             "train",
             str(self.run_file),
@@ -151,14 +183,15 @@ class Comparison:
             f"--args.output_dir={folder}",
             f"--args.seed={seed}",
             f"--args.per_device_train_batch_size={batch}",
-            threads=os.cpu_count() or 1,
+            threads=1,
         )
-        return self._finish(Run(name, seed, math.nan, time.monotonic() - began), folder)
+        print(f"{name}, seed {seed}: trained", flush=True)
+        return Run(name, seed, self._checkpoint(folder))
 
     def train_diloco(self, comm: str, seed: int) -> Run:
         """A server and four workers."""
         options, folder = self.options, self.root / f"{comm}-{seed}"
-        began, before = time.monotonic(), loopback_bytes()
+        before = loopback_bytes()
         headway(
             "diloco",
             "local",
@@ -172,7 +205,7 @@ class Comparison:
             f"--args.per_device_train_batch_size={options.batch}",
             threads=1,
         )
-        run = Run(f"DiLoCo, {comm}", seed, math.nan, time.monotonic() - began)
+        run = Run(f"DiLoCo, {comm}", seed, self._checkpoint(folder / "worker-0"))
         steps = WORKERS * options.steps
         # One end of each transfer is the server, the other a worker.
         run.wire_bytes = (loopback_bytes() - before) / steps
@@ -182,7 +215,8 @@ class Comparison:
                 raise SystemExit(f"worker {number} took part in {last['diloco/sync_count']} rounds")
             both = last["diloco/total_send_mb"] + last["diloco/total_recv_mb"]
             run.counted_bytes += both * 1e6 / steps
-        return self._finish(run, folder / "worker-0")
+        print(f"{run.name}, seed {seed}: trained, {run.wire_bytes:,.0f} bytes/step", flush=True)
+        return run
 
     def measure_ranks(self) -> float:
         """Bytes that one rank of DDP sends and receives in a step, on the wire."""
@@ -217,9 +251,10 @@ def last_record(folder: Path, key: str) -> dict[str, Any]:
 
 
 def report(
-    options: argparse.Namespace, runs: list[Run], ranks_bytes: float, parameters: int, alone: bool
+    options: argparse.Namespace, runs: list[Run], ranks_bytes: float, found: Comparison, alone: bool
 ) -> tuple[str, bool]:
     """The page, and whether the aims are met."""
+    parameters = found.num_parameters
     calculated = 2 * 2 * (WORKERS - 1) / WORKERS * 4 * parameters
     tokens = options.steps * WORKERS * options.batch * options.length
     lines = [
@@ -235,10 +270,14 @@ def report(
         f"parallel: one process, batches of {WORKERS * options.batch}, as many steps. Everything "
         "else of the recipe is the same and the demo's"
         + (f", but for `{' '.join(options.override)}`." if options.override else "."),
+        f"All begin from one model that {options.begin_steps:,} steps of the demo's recipe in one "
+        f"process have made, loss {found.start_loss:.4f}."
+        if options.begin_steps
+        else "All begin from nothing.",
         "",
         "| run | seed | held-out loss, nats per byte | against data parallel | bytes per worker "
-        "and step, on the wire | by the workers' counters | DDP moves more by | seconds |",
-        "|---|---|---|---|---|---|---|---|",
+        "and step, on the wire | by the workers' counters | DDP moves more by |",
+        "|---|---|---|---|---|---|---|",
     ]
     bases = {run.seed: run.loss for run in runs if run.name == "data parallel"}
     good = True
@@ -253,7 +292,7 @@ def report(
             good &= ratio <= 1 + WITHIN and fewer >= LEAST_FEWER
             ratios.setdefault(run.name, []).append(ratio)
         figures = [run.name, str(run.seed), f"{run.loss:.4f}", f"{100 * (ratio - 1):+.2f} %"]
-        lines.append("| " + " | ".join([*figures, *cells, f"{run.seconds:.0f}"]) + " |")
+        lines.append("| " + " | ".join([*figures, *cells]) + " |")
     lines += [
         "",
         "Bytes are those sent and received by one worker. DDP's were counted on the loopback "
@@ -268,8 +307,8 @@ def report(
         else "The machine's other traffic on the loopback device is in them too.",
         "",
         *(
-            f"{name}: {100 * (statistics.mean(found) - 1):+.2f} % (mean of {len(found)})."
-            for name, found in ratios.items()
+            f"{name}: {100 * (statistics.mean(own) - 1):+.2f} % (mean of {len(own)})."
+            for name, own in ratios.items()
         ),
         f"Aim: within {100 * WITHIN:g} %, at least {LEAST_FEWER} times fewer bytes: "
         + ("met by every run." if good else "NOT met by every run."),
@@ -280,31 +319,44 @@ def report(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--batch", type=int, default=8, help="of one worker")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--begin-steps", type=int, default=2000, help="0: all begin from nothing")
+    parser.add_argument("--begin", metavar="FOLDER", help="a model that these steps have made")
+    parser.add_argument("--batch", type=int, default=4, help="of one worker")
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=100)
     parser.add_argument("--comm", nargs="+", default=["bf16", "float32"])
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--outer-lr", type=float, default=0.7)
-    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--momentum", type=float, default=0.5)
     parser.add_argument("--override", action="append", default=[], help="of the demo's run file")
     parser.add_argument("--write", action="store_true", help="into benchmarks/results/")
     options = parser.parse_args()
     if options.steps % SYNC_EVERY:
         parser.error(f"--steps: must be a multiple of {SYNC_EVERY}, so that it ends with a round")
     alone = isolate()
-    runs = []
     with tempfile.TemporaryDirectory() as folder:
         comparison = Comparison(options, Path(folder))
-        for seed in range(options.seeds):
-            runs.append(comparison.train_alone("data parallel", seed, WORKERS * options.batch))
-            runs += [comparison.train_diloco(comm, seed) for comm in options.comm]
-        runs.append(comparison.train_alone("one worker alone", 0, options.batch))
-        ranks_bytes = comparison.measure_ranks()
-    text, good = report(options, runs, ranks_bytes, comparison.num_parameters, alone)
+        first, batch = options.first_seed, WORKERS * options.batch
+        seeds = range(first, first + options.seeds)
+        # Times are not compared, so that runs of one process, which move nothing, go beside.
+        with ThreadPoolExecutor(1) as beside:
+            alone_runs = [
+                beside.submit(comparison.train_alone, "data parallel", seed, batch)
+                for seed in seeds
+            ]
+            alone_runs.append(
+                beside.submit(comparison.train_alone, "one worker alone", first, options.batch)
+            )
+            runs = [comparison.train_diloco(comm, seed) for comm in options.comm for seed in seeds]
+            ranks_bytes = comparison.measure_ranks()
+            runs = [*(run.result() for run in alone_runs), *runs]
+        for run in runs:
+            comparison.evaluate(run)
+    text, good = report(options, runs, ranks_bytes, comparison, alone)
     print(f"\n{text}")
     if options.write:
         today = datetime.datetime.now(datetime.UTC).date()
