@@ -373,8 +373,8 @@ def report(cases: list[Case], constants: list[Constants]) -> str:
             memory = c.memory_bytes * FUTURE / 2**30
             lines += [*describe_future(c), ""]
             lines += [
-                f"Memory: {c.memory_bytes:.1f} bytes per parameter, {memory:.0f} GiB, whatever the "
-                "number of workers; bodies wait on the disk, N s P bytes in a round (64 workers: "
+                f"Memory: {c.memory_bytes:.1f} bytes per parameter, {memory:.0f} GiB, as with the "
+                "most workers measured; bodies wait on the disk, N s P bytes in a round (64 workers: "
                 f"{64 * SENT_BYTES[c.comm] * FUTURE / GB:.0f} GB), beside 8 bytes per parameter "
                 "and kept state.",
                 "",
