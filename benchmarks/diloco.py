@@ -374,9 +374,9 @@ def report(cases: list[Case], constants: list[Constants]) -> str:
             lines += [*describe_future(c), ""]
             lines += [
                 f"Memory: {c.memory_bytes:.1f} bytes per parameter, {memory:.0f} GiB, as with the "
-                "most workers measured; bodies wait on the disk, N s P bytes in a round (64 workers: "
-                f"{64 * SENT_BYTES[c.comm] * FUTURE / GB:.0f} GB), beside 8 bytes per parameter "
-                "and kept state.",
+                "most workers measured; bodies wait on the disk, N s P bytes in a round (64 "
+                f"workers: {64 * SENT_BYTES[c.comm] * FUTURE / GB:.0f} GB), beside 8 bytes per "
+                "parameter and kept state.",
                 "",
             ]
     return "\n".join(lines)
