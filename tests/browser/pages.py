@@ -13,7 +13,8 @@ class Watched:
 
     def __init__(self, page: Any) -> None:
         self.page = page
-        self.allowed: list[str] = []
+        # A page asks on while the servers of a test are ended.
+        self.allowed = ["ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE"]
         """Parts of console errors that the test expects."""
         self.errors: list[str] = []
         self.dialogs: list[str] = []
