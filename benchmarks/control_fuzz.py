@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
-import platform
-import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from proof_records import add_record, describe_machine, find_commit, run_proof
 
 from headway.testing.proofs.control_fuzz import measure_flood, prove_control_fuzz
 
@@ -35,15 +34,6 @@ machine; the thread that trains is kept on a core that the sender does not use. 
 all other threads of the training process used of a core in the flood: unlike the ratio of step
 times, it hardly depends on what else the machine does.
 """
-
-
-def commit() -> str:
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=HERE.parent, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    changed = git("status", "--porcelain", "--", "src/headway/control", "src/headway/testing")
-    return git("rev-parse", "--short=12", "HEAD") + (" with changes" if changed else "")
 
 
 def write_report(records: list[dict[str, Any]], path: Path, date: str) -> None:
@@ -84,8 +74,7 @@ def write_report(records: list[dict[str, Any]], path: Path, date: str) -> None:
                 f"{flood['load']:.1f} on {os.cpu_count()} cores",
             ]
             lines.append("| " + " | ".join(map(str, row)) + " |")
-    lines += ["", f"Machine: {platform.platform()}, Python {platform.python_version()}, "]
-    lines[-1] += f"{os.cpu_count()} cores."
+    lines += ["", describe_machine()]
     notes = [r["note"] for r in records if r.get("note")]
     lines += ["", *(f"- {note}" for note in notes)] if notes else []
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -103,30 +92,17 @@ def main() -> int:
     options = parser.parse_args()
     date = datetime.date.today().isoformat()
     log = options.results / f"control-fuzz-{date}.jsonl"
-    record: dict[str, Any] = {"seed": options.seed, "commit": commit()}
-    failed = False
+    commit = find_commit(("src/headway/control", "src/headway/testing"))
+    record: dict[str, Any] = {"seed": options.seed, "commit": commit}
     if options.requests:
-        began = time.monotonic()
-        outcome = prove_control_fuzz(options.requests, options.seed)
-        failed = bool(outcome.failures)
-        seconds = round(time.monotonic() - began)
-        record["fuzz"] = {
-            "seconds": seconds,
-            "counts": dict(outcome.counts),
-            "failures": outcome.failures,
-        }
-        print(f"seed {options.seed}: {dict(outcome.counts)} ({seconds} s)", flush=True)
-        for line in outcome.failures:
-            print(f"  FAILED {line}", flush=True)
+        act = partial(prove_control_fuzz, options.requests, options.seed)
+        record["fuzz"] = run_proof(act, seed=options.seed, commit=commit)
     if options.pairs:
         flood = measure_flood(options.seed, num_pairs=options.pairs, stretch_s=options.stretch_s)
         record["flood"] = vars(flood)
         print(record["flood"], flush=True)
-    with log.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
-    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    write_report(records, log.with_suffix(".md"), date)
-    return int(failed)
+    write_report(add_record(log, record), log.with_suffix(".md"), date)
+    return int(bool(record.get("fuzz", {}).get("failures")))
 
 
 if __name__ == "__main__":

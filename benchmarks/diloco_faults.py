@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
-import platform
-import shlex
-import subprocess
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from proof_records import add_record, describe, describe_machine, find_commit, run_proof
 
 from headway.testing.proofs.diloco_hostile import prove_hostile
 from headway.testing.proofs.diloco_server_kills import prove_server_kills
@@ -32,6 +29,7 @@ from headway.testing.proofs.diloco_worker_kills import prove_worker_kills
 from headway.testing.proofs.outcome import Outcome
 
 HERE = Path(__file__).resolve().parent
+SOURCES = ("src/headway/diloco", "src/headway/control")
 PROOFS: dict[str, tuple[int, Callable[[int, int], Outcome]]] = {
     "hostile": (10_000, prove_hostile),
     "server_kills": (100, prove_server_kills),
@@ -46,21 +44,6 @@ WANTED = """\
 twice, the state bit-equal to a replay of the ledger |
 | kills of workers | 200: the same |
 """
-
-
-def find_commit() -> str:
-    """The commit, and whether the code differs from it."""
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=HERE.parent, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    changed = git("status", "--porcelain", "--", "src/headway/diloco", "src/headway/control")
-    return git("rev-parse", "--short=12", "HEAD") + (" with changes" if changed else "")
-
-
-def describe(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {number:,}" for name, number in counts.items() if number)
 
 
 def write_report(records: list[dict[str, Any]], path: Path, date: str) -> None:
@@ -79,8 +62,7 @@ def write_report(records: list[dict[str, Any]], path: Path, date: str) -> None:
         row += [len(r["failures"]), describe(r["counts"])]
         lines.append("| " + " | ".join(map(str, row)) + " |")
     lines += [f"\n- FAILED {r['proof']}: {line}" for r in records for line in r["failures"]]
-    machine = f"Machine: {platform.platform()}, Python {platform.python_version()}, "
-    lines += ["", f"{machine}torch {torch.__version__}, {os.cpu_count()} cores."]
+    lines += ["", f"{describe_machine()} torch {torch.__version__}."]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -99,25 +81,10 @@ def main() -> int:
     failed = False
     for name in options.only:
         full, prove = PROOFS[name]
-        began = time.monotonic()
-        outcome = prove(max(1, int(full * options.scale)), options.seed)
-        record = {
-            "proof": outcome.name,
-            "command": f"python benchmarks/diloco_faults.py {shlex.join(sys.argv[1:])}".strip(),
-            "seed": options.seed,
-            "commit": find_commit(),
-            "seconds": round(time.monotonic() - began),
-            "counts": dict(outcome.counts),
-            "failures": outcome.failures,
-        }
-        with log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-        records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-        write_report(records, log.with_suffix(".md"), date)
-        print(f"{outcome.name}: {describe(record['counts'])} ({record['seconds']} s)", flush=True)
-        for line in outcome.failures:
-            print(f"  FAILED {line}", flush=True)
-        failed |= bool(outcome.failures)
+        act = partial(prove, max(1, int(full * options.scale)), options.seed)
+        record = run_proof(act, seed=options.seed, commit=find_commit(SOURCES))
+        write_report(add_record(log, record), log.with_suffix(".md"), date)
+        failed |= bool(record["failures"])
     return int(failed)
 
 

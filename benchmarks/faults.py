@@ -16,22 +16,20 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
-import platform
-import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from proof_records import add_record, describe, describe_machine, find_commit, run_proof
 
 from headway.testing.proofs.crashes import prove_crash_points
 from headway.testing.proofs.damage import prove_damage, prove_flips
@@ -123,21 +121,6 @@ def prove(name: str, size: int, seed: int, scale: float, limit_s: float) -> Outc
     return proofs[name]()
 
 
-def commit() -> str:
-    """The commit, and whether the code differs from it."""
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=HERE.parent, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    changed = git("status", "--porcelain", "--", *SOURCES)
-    return git("rev-parse", "--short=12", "HEAD") + (" with changes" if changed else "")
-
-
-def describe(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {number:,}" for name, number in counts.items() if number)
-
-
 def write_report(records: list[dict[str, Any]], path: Path, date: str) -> None:
     """The page of a day, from all its records."""
     totals: dict[str, Counter[str]] = {}
@@ -164,8 +147,7 @@ def write_report(records: list[dict[str, Any]], path: Path, date: str) -> None:
     if failures:
         lines += ["", "## Failures", ""]
         lines += [f"- {r['commit']}, {line}".replace("\n", " ") for r, line in failures]
-    lines += ["", f"Machine: {platform.platform()}, Python {platform.python_version()}, "]
-    lines[-1] += f"torch {torch.__version__}, {os.cpu_count()} cores."
+    lines += ["", f"{describe_machine()} torch {torch.__version__}."]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -182,30 +164,14 @@ def main() -> int:
     torch.set_num_threads(1)
     date = datetime.date.today().isoformat()
     log = options.results / f"faults-{date}.jsonl"
-    command = "python benchmarks/faults.py " + shlex.join(sys.argv[1:])
-    revision = commit()
+    commit = find_commit(SOURCES)
     failed = False
     for name in options.only:
         size = max(1, int(FULL[name] * options.scale))
-        began = time.monotonic()
-        outcome = prove(name, size, options.seed, options.scale, options.limit_s)
-        record = {
-            "proof": outcome.name,
-            "command": command.strip(),
-            "seed": options.seed,
-            "commit": revision,
-            "seconds": round(time.monotonic() - began),
-            "counts": dict(outcome.counts),
-            "failures": outcome.failures,
-        }
-        with log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-        records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-        write_report(records, log.with_suffix(".md"), date)
-        print(f"{outcome.name}: {describe(record['counts'])} ({record['seconds']} s)", flush=True)
-        for line in outcome.failures:
-            print(f"  FAILED {line}", flush=True)
-        failed |= bool(outcome.failures)
+        act = partial(prove, name, size, options.seed, options.scale, options.limit_s)
+        record = run_proof(act, seed=options.seed, commit=commit)
+        write_report(add_record(log, record), log.with_suffix(".md"), date)
+        failed |= bool(record["failures"])
     return int(failed)
 
 

@@ -22,7 +22,7 @@ _FLOOR = "eta_min"
 
 def scale_rates(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
     """Multiply the rates of all groups, now and for the rest of the schedule."""
-    parts = list(_parts_of(scheduler))
+    parts = list(parts_of(scheduler))
     # First all products, then the first write: one tensor may stand at several places.
     lists = [
         (part, name, [rate * factor for rate in getattr(part, name)])
@@ -56,11 +56,11 @@ def _set_rate(group: dict[str, Any], rate: Any) -> None:
         group["lr"] = rate
 
 
-def _parts_of(scheduler: Any) -> Iterator[Any]:
+def parts_of(scheduler: Any) -> Iterator[Any]:
     """A scheduler and those that it holds: of a sequence, of a chain, or inside a wrapper."""
     if scheduler is None:
         return
     yield scheduler
     held = getattr(scheduler, "_schedulers", None) or [getattr(scheduler, "scheduler", None)]
     for one in held:
-        yield from _parts_of(one)
+        yield from parts_of(one)

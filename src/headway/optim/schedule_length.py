@@ -11,11 +11,11 @@ those that are not ours, which only their maker knows how to draw.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from headway.errors import ConfigError
+from headway.optim.rate_scaling import parts_of
 from headway.optim.scheduler import CurveLR
 from headway.optim.schedules import ScheduleSpec
 
@@ -33,7 +33,7 @@ def find_length_obstacle(scheduler: Any, steps: Lengths, tokens: Lengths) -> str
         except ConfigError as error:
             return f"the schedule cannot have that length: {error}"
         return None
-    for part in _parts_of(scheduler):
+    for part in parts_of(scheduler):
         limit = getattr(part, "total_steps", None)
         if isinstance(limit, int) and steps[1] is not None and steps[1] > limit:
             return f"{type(part).__name__} was made for {limit} steps and fails after them"
@@ -60,12 +60,3 @@ def _change_specs(scheduler: CurveLR, steps: Lengths, tokens: Lengths) -> list[S
         replace(spec, length=after) if spec.length is not None and spec.length == before else spec
         for spec in scheduler.specs
     ]
-
-
-def _parts_of(scheduler: Any) -> Iterator[Any]:
-    """A scheduler and those that it holds."""
-    if scheduler is None:
-        return
-    yield scheduler
-    for one in getattr(scheduler, "_schedulers", None) or [getattr(scheduler, "scheduler", None)]:
-        yield from _parts_of(one)
