@@ -53,7 +53,7 @@ def make_state(num_params_m: float, device: str = "cpu") -> tuple[nn.Module, tor
     """A decoder of about so many million parameters, its optimizer with moments."""
     torch.manual_seed(0)
     # Models grow in width and depth: ten times the parameters are twice the width.
-    hidden = 256 * 2 ** round(math.log10(num_params_m / 30))
+    hidden = int(256 * 2 ** round(math.log10(num_params_m / 30)))
     config = DecoderConfig(
         vocab_size=512,
         hidden_size=hidden,
