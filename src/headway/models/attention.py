@@ -23,6 +23,7 @@ from headway.errors import ConfigError
 from headway.models.cache import KVCache
 from headway.models.config import DecoderConfig
 from headway.models.norm import RMSNorm
+from headway.models.projections import project
 from headway.models.rope import apply_rope
 
 
@@ -248,9 +249,9 @@ class Attention(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_size)
-        q_BSND = self.q_proj(x).view(heads)
-        k_BSND = self.k_proj(x).view(heads)
-        v_BNTD = self.v_proj(x).view(heads).transpose(1, 2)
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q_BSND, k_BSND = q.view(heads), k.view(heads)
+        v_BNTD = v.view(heads).transpose(1, 2)
         if self.q_norm is not None and self.k_norm is not None:
             q_BSND, k_BSND = self.q_norm(q_BSND), self.k_norm(k_BSND)
         q_BNSD = apply_rope(q_BSND, *rope).transpose(1, 2)

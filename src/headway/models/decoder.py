@@ -27,6 +27,7 @@ from headway.models.loss import (
     shift_labels,
 )
 from headway.models.norm import RMSNorm, compute_dtype
+from headway.models.projections import project
 from headway.models.rope import RotaryTable
 from headway.precision.quantized import computes_as_its_weight
 
@@ -76,7 +77,8 @@ class GatedMLP(nn.Module):
         self.down_proj = new_linear(config.ffn_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
         return out
 
 

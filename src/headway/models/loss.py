@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.models.loss_kernel import can_use_kernel, loss_and_grads
 from headway.models.norm import compute_dtype
 
 IGNORED_LABEL = -100
@@ -115,23 +116,22 @@ class _HeadPass:
     def _add(self, span: slice, with_grads: bool) -> None:
         hidden_CD, labels_C = self.hidden_ND[span], self.labels_N[span]
         ignored_C = labels_C == IGNORED_LABEL
-        index_C1 = labels_C.masked_fill(ignored_C, 0).unsqueeze(1)
         logits_CV = _product(hidden_CD, self.weight_VD.t(), self.total.dtype)
         if self.bias_V is not None:
             logits_CV += self.bias_V
-        logp_CV = torch.log_softmax(logits_CV, -1, dtype=self.total.dtype)
-        del logits_CV
-        picked_C1 = logp_CV.gather(1, index_C1)
-        self.total -= picked_C1.squeeze(1).masked_fill(ignored_C, 0.0).sum()
-        if not with_grads:
-            return
-        if self.dtype == logp_CV.dtype:
-            grad_CV = logp_CV.exp_()
+        if can_use_kernel(logits_CV):
+            losses_C, grad_CV = loss_and_grads(
+                logits_CV,
+                labels_C,
+                ignored=IGNORED_LABEL,
+                grad_dtype=self.dtype if with_grads else None,
+            )
         else:
-            grad_CV = torch.exp(logp_CV, out=torch.empty_like(logp_CV, dtype=self.dtype))
-        del logp_CV
-        # p - 1 at the label, from the log: subtracting in half precision would cancel.
-        grad_CV.scatter_(1, index_C1, picked_C1.expm1().to(self.dtype))
+            losses_C, grad_CV = self._loss_and_grads(logits_CV, labels_C, ignored_C, with_grads)
+        del logits_CV
+        self.total += losses_C.sum()
+        if grad_CV is None:
+            return
         # Ignored rows are struck from the narrow operands; striking [C, V] would cost a full pass.
         ignored_C1 = ignored_C.unsqueeze(1)
         if self.grad_hidden is not None:
@@ -141,6 +141,24 @@ class _HeadPass:
             _add_product(self.grad_weight, grad_CV.t(), hidden_CD.masked_fill(ignored_C1, 0.0))
         if self.grad_bias is not None:
             self.grad_bias += (~ignored_C).to(self.dtype) @ grad_CV
+
+    def _loss_and_grads(
+        self, logits_CV: Tensor, labels_C: Tensor, ignored_C: Tensor, with_grads: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the kernel gives, made of torch's operations; ignored rows have a gradient here."""
+        index_C1 = labels_C.masked_fill(ignored_C, 0).unsqueeze(1)
+        logp_CV = torch.log_softmax(logits_CV, -1, dtype=self.total.dtype)
+        picked_C1 = logp_CV.gather(1, index_C1)
+        losses_C = -picked_C1.squeeze(1).masked_fill(ignored_C, 0.0)
+        if not with_grads:
+            return losses_C, None
+        if self.dtype == logp_CV.dtype:
+            grad_CV = logp_CV.exp_()
+        else:
+            grad_CV = torch.exp(logp_CV, out=torch.empty_like(logp_CV, dtype=self.dtype))
+        # p - 1 at the label, from the log: subtracting in half precision would cancel.
+        grad_CV.scatter_(1, index_C1, picked_C1.expm1().to(self.dtype))
+        return losses_C, grad_CV
 
 
 def _product(left: Tensor, right: Tensor, sum_dtype: torch.dtype) -> Tensor:

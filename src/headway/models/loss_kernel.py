@@ -1,0 +1,104 @@
+"""Softmax, loss and gradient of rows of logits in one GPU kernel.
+
+Owns: the kernel and whether it can be used. Does not own: the products around it (loss.py).
+
+Made of torch's operations, the same is five passes over the largest tensors of a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BLOCK = 4096
+_WARPS = 8
+
+
+@functools.cache
+def _find_kernel() -> Any:
+    """The kernel; None without Triton, which is not made for every platform."""
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:
+        return None
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def rows(  # type: ignore[no-untyped-def]
+        logits, row_stride, labels, losses, grads, num_columns,
+        IGNORED: tl.constexpr, WITH_GRADS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        label = tl.load(labels + row)
+        logits += row * row_stride
+        grads += row * num_columns
+        columns = tl.arange(0, BLOCK)
+        if label == IGNORED:
+            tl.store(losses + row, 0.0)
+            if WITH_GRADS:
+                for start in range(0, num_columns, BLOCK):
+                    at = start + columns
+                    tl.store(grads + at, 0.0, mask=at < num_columns)
+        else:
+            # Each lane keeps a maximum and a sum of its own until the row's end.
+            highest = tl.full((BLOCK,), -1e30, tl.float32)
+            total = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, num_columns, BLOCK):
+                at = start + columns
+                x = tl.load(logits + at, mask=at < num_columns, other=-1e30).to(tl.float32)
+                higher = tl.maximum(highest, x)
+                total = total * tl.exp(highest - higher) + tl.exp(x - higher)
+                highest = higher
+            top = tl.max(highest, 0)
+            # Lanes past the row's end have counted -1e30 as a number; against the top it is none.
+            denominator = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
+            picked = tl.load(logits + label).to(tl.float32)
+            tl.store(losses + row, denominator - picked)
+            if WITH_GRADS:
+                for start in range(0, num_columns, BLOCK):
+                    at = start + columns
+                    x = tl.load(logits + at, mask=at < num_columns, other=-1e30).to(tl.float32)
+                    share = tl.exp(x - denominator)
+                    share = tl.where(at == label, share - 1.0, share)
+                    tl.store(grads + at, share, mask=at < num_columns)
+
+    return rows
+
+
+def can_use_kernel(logits: Tensor) -> bool:
+    """Whether `loss_and_grads` can be asked for these."""
+    on_gpu = logits.device.type == "cuda" and logits.dtype != torch.float64
+    return on_gpu and _find_kernel() is not None
+
+
+def loss_and_grads(
+    logits_CV: Tensor, labels_C: Tensor, *, ignored: int, grad_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of each row in float32, and the gradient of their sum in `grad_dtype`, if given.
+
+    Rows whose label is `ignored` have neither.
+    """
+    num_rows, num_columns = logits_CV.shape
+    assert logits_CV.stride(1) == 1 and labels_C.is_contiguous()
+    losses_C = torch.empty(num_rows, dtype=torch.float32, device=logits_CV.device)
+    grads_CV = None
+    if grad_dtype is not None:
+        grads_CV = torch.empty(logits_CV.shape, dtype=grad_dtype, device=logits_CV.device)
+    if num_rows:
+        with torch.cuda.device(logits_CV.device):
+            _find_kernel()[(num_rows,)](
+                logits_CV,
+                logits_CV.stride(0),
+                labels_C,
+                losses_C,
+                logits_CV if grads_CV is None else grads_CV,
+                num_columns,
+                IGNORED=ignored,
+                WITH_GRADS=grads_CV is not None,
+                BLOCK=_BLOCK,
+                num_warps=_WARPS,
+            )
+    return losses_C, grads_CV

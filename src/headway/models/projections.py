@@ -1,0 +1,42 @@
+"""Projections of one input, computed as one.
+
+Owns: when that can be done, and its arithmetic. Does not own: the layers.
+
+Weights keep their names and their memory; only a compiled graph joins them, where it costs nothing:
+under autocast they are copied anyway. One wide product takes less time than two narrow ones, and
+its gradient needs no sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """The output of each layer for `x`."""
+    if x.is_cuda and torch.compiler.is_compiling() and all(map(_is_plain, layers)):
+        return project_joined(x, *layers)
+    return tuple(layer(x) for layer in layers)
+
+
+def project_joined(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """The same in one product, for linear layers that all have a bias, or none of them."""
+    weights: list[Tensor] = [layer.get_parameter("weight") for layer in layers]
+    biases: list[Tensor] = [layer.bias for layer in layers if isinstance(layer.bias, Tensor)]
+    joined = F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+    return torch.split(joined, [weight.shape[0] for weight in weights], dim=-1)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """A linear layer that does nothing beside, as adapters, hooks and quantized weights do."""
+    return (
+        type(layer) is nn.Linear
+        and type(layer.weight) is nn.Parameter
+        and "forward" not in layer.__dict__
+        and not layer._forward_hooks
+        and not layer._forward_pre_hooks
+        and not layer._backward_hooks
+        and not layer._backward_pre_hooks
+    )

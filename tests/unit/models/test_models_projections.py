@@ -1,0 +1,27 @@
+"""Projections computed as one are those computed apart, in value and gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from headway.models.projections import project, project_joined
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_joined_projections_equal_separate_ones(bias: bool) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(24, size, bias=bias, dtype=torch.float64) for size in (16, 8, 8)]
+    x = torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
+    wrt = [x, *(p for layer in layers for p in layer.parameters())]
+    weights = [torch.randn(2, 5, layer.out_features, dtype=torch.float64) for layer in layers]
+
+    def grads_of(outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(sum((o * w).sum() for o, w in zip(outputs, weights)), wrt)
+
+    apart, joined = project(x, *layers), project_joined(x, *layers)
+    for one, other in zip(apart, joined, strict=True):
+        torch.testing.assert_close(one, other)
+    for one, other in zip(grads_of(apart), grads_of(joined), strict=True):
+        torch.testing.assert_close(one, other)
