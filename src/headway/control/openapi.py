@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from headway.control.schema import COMMAND_ID, COMMANDS, JOB_ID, CommandKind, Field
+from headway.control.status import PHASES
 
 _KINDS = {"integer": "integer", "number": "number", "boolean": "boolean", "string": "string"}
 
@@ -52,6 +53,7 @@ def describe(version: str) -> dict[str, Any]:
     text = {"text/plain": {"schema": {"type": "string"}}}
     stream = {"text/event-stream": {"schema": {"type": "string"}}}
     anything = _json({"type": "object"})
+    status = _json({"$ref": "#/components/schemas/Status"})
     return {
         "openapi": "3.1.0",
         "info": {"title": "Headway, control of a running job", "version": version},
@@ -61,7 +63,7 @@ def describe(version: str) -> dict[str, Any]:
             "/metrics": read("The status for Prometheus.", text),
             "/openapi.json": read("This document.", anything),
             "/jobs": read("The jobs of this user on this machine.", anything),
-            "/jobs/{job_id}/status": read("What the run does.", anything, job),
+            "/jobs/{job_id}/status": read("What the run does.", status, job),
             "/jobs/{job_id}/events": read("What happens to the run.", stream, job),
             "/jobs/{job_id}/commands/{command_id}": read(
                 "What became of a command.", receipt, job, number
@@ -73,6 +75,7 @@ def describe(version: str) -> dict[str, Any]:
             "schemas": {
                 "Error": {"type": "object", "properties": {"error": {"type": "string"}}},
                 "Receipt": _receipt(),
+                "Status": _status(),
             },
         },
     }
@@ -117,6 +120,27 @@ def _field(wanted: Field) -> dict[str, Any]:
     elif wanted.kind == "string":
         schema["maxLength"] = wanted.most_characters
     return schema
+
+
+def _status() -> dict[str, Any]:
+    """What is always there; a run shows more as it comes."""
+    return {
+        "type": "object",
+        "properties": {
+            "job_id": {"type": "string"},
+            "status": {"enum": list(PHASES)},
+            "offloaded": {
+                "type": "boolean",
+                "description": "weights and optimizer state of all ranks are on the host",
+            },
+            "global_step": {"type": "integer"},
+            "max_steps": {"type": "integer"},
+            "output_dir": {"type": "string"},
+            "incidents": {"type": "array", "items": {"type": "object"}},
+            "timestamp": {"type": "number"},
+            "started_at": {"type": "number"},
+        },
+    }
 
 
 def _receipt() -> dict[str, Any]:

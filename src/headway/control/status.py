@@ -18,6 +18,7 @@ PHASES = (
     "training",
     "evaluating",
     "saving",
+    "pausing",
     "paused",
     "stopping",
     "finished",

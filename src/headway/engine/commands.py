@@ -48,6 +48,7 @@ class CommandRelay:
         self._source: CommandSource | None = None
         self._apply: Apply | None = None
         self._tick: Callable[[], None] | None = None
+        self._on_held: Callable[[str | None], None] | None = None
         self._agree: Callable[[int], int] = int
         self._store: Any = None
         # Trainers are made in the same order on all ranks.
@@ -56,8 +57,10 @@ class CommandRelay:
         self._parking: StateParking | None = None
         # The same on all ranks, also where one of them found no room on its host.
         self._moved_away = False
+        self._trouble: str | None = None
+        self._waits = False
         self.paused = False
-        """Whether the run waits after this step; the same on all ranks."""
+        """Whether the run is to wait after this step; the same on all ranks."""
         self._changed = False
 
     def note_change(self) -> None:
@@ -74,23 +77,27 @@ class CommandRelay:
         source: CommandSource | None,
         apply: Apply,
         tick: Callable[[], None] | None = None,
+        on_held: Callable[[str | None], None] | None = None,
     ) -> None:
         """Begin to look. `apply` gets the same messages on every rank, after the same step, and
         which ranks have nobody to give them to.
 
-        `tick` is called at the end of every step: an event costs many times as much.
+        `tick` is called at the end of every step: an event costs many times as much. `on_held`,
+        when a run that was paused waits and its state is where it was to be; with why it is not,
+        on which ranks, if that is so.
         """
-        self._source, self._apply, self._tick = source, apply, tick
+        self._source, self._apply, self._tick, self._on_held = source, apply, tick, on_held
 
     def begin(self, agree: Callable[[int], int]) -> None:
         """A run begins, whose ranks come to one decision by `agree`."""
         self.paused, self._parking, self._moved_away = False, None, False
+        self._trouble, self._waits = None, False
         self._agree = agree
 
     def end(self) -> None:
         """The run is over: what was moved away is brought back, as far as there is room."""
         parking, self._parking = self._parking, None
-        self.paused = False
+        self.paused = self._waits = False
         if parking is not None and parking.is_parked:
             try:
                 parking.unpark()
@@ -99,7 +106,7 @@ class CommandRelay:
 
     def detach(self) -> None:
         """Look no more."""
-        self._source = self._apply = self._tick = None
+        self._source = self._apply = self._tick = self._on_held = None
 
     @property
     def pending(self) -> bool:
@@ -136,7 +143,18 @@ class CommandRelay:
     def resume(self) -> None:
         """Let the run go on; raises, and leaves it held, if its state finds no room any more."""
         self.bring_back()
-        self.paused, self._parking = False, None
+        self.paused, self._parking, self._waits = False, None, False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a paused run waits, or could: what it still had to do is done, and its state is
+        where it was to be."""
+        return self.paused and self._waits
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the state of all ranks is away from their devices."""
+        return self._moved_away and self._trouble is None
 
     def bring_back(self) -> None:
         """All ranks together: have the state on the device again; it is there on all, or on none.
@@ -146,6 +164,7 @@ class CommandRelay:
         parking, error = self._parking, None
         if parking is None or not self._moved_away:
             return
+        self._waits = False
         try:
             parking.unpark()
         except RuntimeError as raised:
@@ -154,17 +173,18 @@ class CommandRelay:
             if error is None:
                 parking.park()
                 error = RuntimeError("another rank found no room for it")
+            self._waits = True
             raise RuntimeError(f"the state could not be brought back to the device: {error}")
-        self._moved_away = False
+        self._moved_away, self._trouble = False, None
 
     def hold(self, has_news: Callable[[], bool]) -> None:
         """All ranks together: wait until a command has come, or `has_news` on any rank."""
         if self._parking is not None and not self._moved_away:
-            self._moved_away = True
-            try:
-                self._parking.park()
-            except (RuntimeError, MemoryError) as error:
-                logger.error("the state stays on the device: %s", error)
+            self._trouble = self._move_away(self._parking)
+        if not self._waits:
+            self._waits = True
+            if self._on_held is not None:
+                self._on_held(self._trouble)
         if self._world_size == 1:
             while not self.pending and not has_news():
                 self._wait_for_command()
@@ -180,6 +200,26 @@ class CommandRelay:
                 told = True
                 store.set(woken, b"1")
             self._wait_for_command()
+
+    def _move_away(self, parking: StateParking) -> str | None:
+        """All ranks together: have the device's memory free; returns where and why it is not."""
+        self._moved_away = True
+        problem: str | None = None
+        try:
+            parking.park()
+        except (RuntimeError, MemoryError) as error:
+            problem = str(error) or type(error).__name__
+        if not self._agree(int(problem is not None)):
+            return None
+        trouble = f"the state stays on the device: {problem}"
+        if self._world_size > 1:
+            from headway.dist.agreement import exchange, spell_ranks
+
+            said = {rank: told for rank, told in enumerate(exchange(problem)) if told is not None}
+            where, why = spell_ranks(list(said)), next(iter(said.values()))
+            trouble = f"the state of {where} stays on the device: {why}"
+        logger.error("%s", trouble)
+        return trouble
 
     def _wait_for_command(self) -> None:
         if self._source is None:

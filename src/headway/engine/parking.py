@@ -32,6 +32,11 @@ class StateParking:
         """Whether the state is on the host."""
         return bool(self._parked)
 
+    @property
+    def frees_memory(self) -> bool:
+        """Whether there is a device other than the host to free."""
+        return self._device.type != "cpu"
+
     def find_obstacle(self, compile_mode: str | None = None) -> str | None:
         """Why it cannot be moved; None if it can."""
         if self._device.type not in ("cpu", "cuda"):

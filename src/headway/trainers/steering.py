@@ -186,15 +186,18 @@ class Steering:
         return self._parking().find_obstacle(mode)
 
     def pause(self, *, offload: bool = False) -> str:
-        """Hold the run after this step, until somebody resumes or ends it."""
-        assert self.strategy is not None
+        """Hold the run after this step, until somebody resumes or ends it.
+
+        Returns words for when it is held, which `commands.is_held` tells.
+        """
         if not offload:
             self.commands.pause()
             return "the run is held"
-        if self.strategy.device.type == "cpu":
+        parking = self._parking()
+        if not parking.frees_memory:
             self.commands.pause()
             return "the run is held; its state is on the host anyway"
-        self.commands.pause(self._parking())
+        self.commands.pause(parking)
         return "the run is held, its weights and optimizer state on the host"
 
     def _parking(self) -> StateParking:

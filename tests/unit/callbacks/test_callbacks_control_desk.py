@@ -56,10 +56,38 @@ def send(desk: Desk, inbox: Inbox, name: str, deaf: list[int] | None = None) -> 
 
 def test_a_command_that_all_ranks_can_do_is_applied() -> None:
     desk, acts, inbox, board = make()
-    assert send(desk, inbox, "pause") == ("applied", "done")
-    assert acts.done == ["pause"]
+    assert send(desk, inbox, "resume") == ("applied", "done")
+    assert acts.done == ["resume"]
     ((_, event),) = board.events_after(0)[1]
-    assert (event["event"], event["command"], event["step"]) == ("command", "pause", 3)
+    assert (event["event"], event["command"], event["step"]) == ("command", "resume", 3)
+
+
+def test_a_pause_is_applied_when_the_run_waits() -> None:
+    desk, _, inbox, _ = make()
+    assert send(desk, inbox, "pause")[0] == "accepted" and desk.has_open
+    desk.note_held(None)
+    receipt = inbox.receipt("pause")
+    assert receipt is not None and (receipt.state, receipt.message) == ("applied", "done")
+    assert not desk.has_open
+
+
+def test_a_pause_whose_state_stays_on_the_device_says_so() -> None:
+    desk, _, inbox, _ = make()
+    send(desk, inbox, "pause")
+    desk.note_held("the state of rank 1 stays on the device: no room")
+    receipt = inbox.receipt("pause")
+    assert receipt is not None and receipt.state == "failed"
+    assert receipt.message == (
+        "the run is held, but the state of rank 1 stays on the device: no room"
+    )
+
+
+def test_a_pause_that_is_taken_back_before_the_run_waits_is_settled() -> None:
+    desk, _, inbox, _ = make()
+    send(desk, inbox, "pause")
+    assert send(desk, inbox, "resume")[0] == "applied" and not desk.has_open
+    receipt = inbox.receipt("pause")
+    assert receipt is not None and "before it waited" in receipt.message
 
 
 def test_what_one_rank_cannot_do_none_does() -> None:
@@ -71,7 +99,7 @@ def test_what_one_rank_cannot_do_none_does() -> None:
 def test_a_run_with_a_rank_that_does_not_listen_refuses() -> None:
     desk, acts, inbox, _ = make()
     state, message = send(desk, inbox, "pause", deaf=[1, 2])
-    assert state == "refused" and "ranks 1, 2 of the run have no TrainerControl" in message
+    assert state == "refused" and "no TrainerControlCallback on ranks 1, 2 of the run" in message
     assert acts.done == []
 
 

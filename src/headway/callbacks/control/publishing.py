@@ -7,6 +7,7 @@ own: the board (control/status.py).
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,6 @@ _PHASES = {
     "evaluate": "evaluating",
     "generate": "evaluating",
     "save": "saving",
-    "pause": "paused",
     "close": "stopping",
 }
 # The beginning of a logger's name -> what an incident is called.
@@ -54,7 +54,7 @@ class Publisher:
         """The first step is about to begin."""
         args = self._trainer.args
         self._board.publish(
-            output_dir=str(args.output_dir),
+            output_dir=os.path.abspath(args.output_dir),
             run_name=args.run_name,
             run_id=self._state.run_id,
             world_size=args.world_size,
@@ -62,6 +62,7 @@ class Publisher:
             last_checkpoint=None,
             last_error=None,
             disabled_callbacks={},
+            offloaded=False,
             learning_rate=self._trainer.learning_rate,
         )
         self._publish()
@@ -100,15 +101,18 @@ class Publisher:
 
     def change_phase(self, doing: str | None) -> None:
         """What the loop does has changed."""
-        paused = doing is None and self._trainer.commands.paused
-        phase = "paused" if paused else _PHASES.get(doing or "", "training")
-        self.show_phase(phase)
+        commands = self._trainer.commands
+        if commands.paused and doing in (None, "pause"):
+            # Whoever waits for the word may start another job on the device.
+            self.show_phase("paused" if commands.is_held else "pausing")
+        else:
+            self.show_phase(_PHASES.get(doing or "", "training"))
 
     def show_phase(self, phase: str) -> None:
         if phase == self._phase:
             return
         self._phase = phase
-        self._publish(status=phase)
+        self._publish(status=phase, offloaded=self._trainer.commands.is_offloaded)
         self._board.announce("phase", status=phase, step=self._state.global_step)
 
     def log(self, logs: Mapping[str, Any]) -> None:

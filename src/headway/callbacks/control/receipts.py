@@ -16,9 +16,10 @@ from headway.control.schema import Command
 from headway.control.status import StatusBoard
 from headway.dist.agreement import spell_ranks
 
-# Done when the loop has saved, or evaluated.
+# Done when the loop has saved, evaluated, or come to wait.
 _SAVES = ("save_checkpoint", "save_and_stop")
 _EVALUATIONS = ("evaluate_now",)
+_PAUSES = ("pause",)
 # A rank that alone did these would not train the same any more.
 _TEARING = ("set_learning_rate", "extend_max_steps")
 
@@ -29,6 +30,8 @@ class _Open:
 
     command: Command
     step: int
+    words: str
+    """For a person, once it is done."""
 
 
 class Desk:
@@ -59,7 +62,7 @@ class Desk:
         for message in messages:
             command = Command.from_dict(message)
             if deaf:
-                reason = f"{spell_ranks(deaf)} of the run have no TrainerControlCallback"
+                reason = f"there is no TrainerControlCallback on {spell_ranks(deaf)} of the run"
                 self._settle(command, "refused", reason)
             else:
                 self._follow(command)
@@ -75,10 +78,12 @@ class Desk:
             self._settle(command, "failed", failure)
             if command.name in _TEARING:
                 raise RuntimeError(f"{command.name} was done by halves: {failure}")
-        elif command.name in _SAVES + _EVALUATIONS:
-            self._open.append(_Open(command, step))
+        elif command.name in _SAVES + _EVALUATIONS + _PAUSES:
+            self._open.append(_Open(command, step, str(words or "")))
         else:
             self._settle(command, "applied", str(words or ""))
+            if command.name == "resume":
+                self._close(_is_pause, "applied", "the run was told to go on before it waited")
             if command.name == "generate_now" and self._board is not None:
                 self._board.announce("sample", step=step, samples=self._acts.samples)
 
@@ -121,6 +126,12 @@ class Desk:
         """An evaluation is through."""
         self._close(lambda one: one.command.name in _EVALUATIONS, "applied", message)
 
+    def note_held(self, trouble: str | None) -> None:
+        """The run waits; `trouble` says why its state is not on the host, where it should be."""
+        if trouble is not None:
+            self._close(_is_pause, "failed", f"the run is held, but {trouble}")
+        self._close(_is_pause, "applied")
+
     def note_step(self, last_save_step: int | None) -> None:
         """A step has ended: what the one before was to bring and did not will not come."""
         now = self._state.global_step
@@ -141,7 +152,13 @@ class Desk:
                 self._settle(command, "refused", reason)
             self._inbox.close(reason, self._state.global_step)
 
-    def _close(self, is_it: Callable[[_Open], bool], state: str, message: str) -> None:
+    def _close(
+        self, is_it: Callable[[_Open], bool], state: str, message: str | None = None
+    ) -> None:
         for one in [one for one in self._open if is_it(one)]:
             self._open.remove(one)
-            self._settle(one.command, state, message, one.step)
+            self._settle(one.command, state, one.words if message is None else message, one.step)
+
+
+def _is_pause(one: _Open) -> bool:
+    return one.command.name in _PAUSES

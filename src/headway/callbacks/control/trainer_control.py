@@ -176,7 +176,7 @@ class TrainerControlCallback(TrainerCallback):
         exchange: Callable[[Any], list[Any]] = agreement.exchange if args.world_size > 1 else _alone
         self._desk = Desk(self._acts, state, exchange, self.inbox, self.board)
         self._ended_step = state.global_step
-        trainer.commands.attach(self.inbox, self._take, self._look_at_step)
+        trainer.commands.attach(self.inbox, self._take, self._look_at_step, self._note_held)
 
     def _wants_http(self) -> bool:
         if self.enable_http is False:
@@ -308,6 +308,13 @@ class TrainerControlCallback(TrainerCallback):
         self._desk.take(messages, deaf)
         if self._publisher is not None:  # held, or not held any more
             self._publisher.change_phase(self._trainer.timing.doing)
+
+    def _note_held(self, trouble: str | None) -> None:
+        """The run waits; `trouble` says why its state is not on the host, where it should be."""
+        assert self._desk is not None and self._trainer is not None
+        if self._publisher is not None:
+            self._publisher.change_phase(self._trainer.timing.doing)
+        self._desk.note_held(trouble)
 
     def _look_at_step(self) -> None:
         """A step has ended, or a pause of the run goes on."""

@@ -63,7 +63,7 @@ export class Commands {
   show(run, phase, role) {
     this.run = run;
     const why = whyNot(run, role);
-    const paused = phase === "paused";
+    const paused = phase === "paused" || phase === "pausing";
     const placed = GROUPS.map((names) => names.filter((name) => name in this.kinds));
     const known = new Set(GROUPS.flat());
     placed[1].push(...Object.keys(this.kinds).filter((name) => !known.has(name)));
