@@ -1,7 +1,8 @@
 """Proofs that a DiLoCo server refuses what is hostile and survives being killed.
 
     python benchmarks/diloco_faults.py [--only hostile server_kills server_kills_async
-                                               worker_kills] [--seed 1] [--scale 1.0]
+                                               worker_kills training_kills]
+                                       [--seed 1] [--scale 1.0]
 
 `--scale 0.01` is a quick look; 1 is the full size. Results add to
 `benchmarks/results/diloco-faults-<date>.md`. Exit code 1 if anything failed.
@@ -25,6 +26,7 @@ from proof_records import add_record, describe, describe_machine, find_commit, r
 
 from headway.testing.proofs.diloco_hostile import prove_hostile
 from headway.testing.proofs.diloco_server_kills import prove_server_kills
+from headway.testing.proofs.diloco_training_kills import prove_training_kills
 from headway.testing.proofs.diloco_worker_kills import prove_worker_kills
 from headway.testing.proofs.outcome import Outcome
 
@@ -35,6 +37,7 @@ PROOFS: dict[str, tuple[int, Callable[[int, int], Outcome]]] = {
     "server_kills": (100, prove_server_kills),
     "server_kills_async": (50, lambda size, seed: prove_server_kills(size, seed, mode="async")),
     "worker_kills": (200, prove_worker_kills),
+    "training_kills": (200, prove_training_kills),
 }
 WANTED = """\
 | proof | wanted |
@@ -42,7 +45,9 @@ WANTED = """\
 | hostile requests | 10,000: all refused with 4xx and a reason, nothing that counts changed |
 | kills of the server | 100, at every phase of a round: no committed round lost, nothing applied \
 twice, the state bit-equal to a replay of the ledger |
-| kills of workers | 200: the same |
+| kills of workers | 200, at every place of an exchange: the same |
+| kills of workers that train | 200 of `headway diloco worker`, at moments chosen by chance: the \
+same, and a round within a heartbeat (1 s) plus one second of the return |
 """
 
 

@@ -16,6 +16,7 @@ import torch
 
 from headway.diloco.ledger import replay
 from headway.testing.diloco import ToyWorker, serving, stopped, together, train_together
+from headway.testing.proofs.diloco_training_kills import prove_training_kills
 from headway.testing.proofs.diloco_worker_kills import PHASES, prove_worker_kills
 from headway.testing.proxy import Fault, Proxy
 
@@ -178,4 +179,11 @@ def test_a_worker_that_is_killed_anywhere_comes_back_and_counts_once() -> None:
     outcome = prove_worker_kills(num_kills, seed=3)
     outcome.require_success()
     assert outcome.counts["kills"] == num_kills
-    assert outcome.counts["rounds with both"] >= 3
+    assert outcome.counts["rounds with all"] >= 3
+
+
+@pytest.mark.timeout(600 if FULL else 120)
+def test_killed_runs_of_the_command_come_back_and_count_once() -> None:
+    outcome = prove_training_kills(200 if FULL else 3, seed=4)
+    outcome.require_success()
+    assert outcome.counts["kills"] >= 6 and outcome.counts["rounds with all"] >= 3

@@ -1,8 +1,9 @@
 """Proof that DiLoCo workers that are killed at any moment come back and count once.
 
 Owns: a worker in a child that gets SIGKILL at a chosen place of its exchange, another that lives, a
-server for both, and what its ledger says at the end. Does not own: the children (forkserver.py),
-kills of servers (diloco_server_kills.py), faults of the network (proxy.py).
+server for both. Does not own: the children (forkserver.py), kills of workers that really train
+(diloco_training_kills.py), of servers (diloco_server_kills.py), what a ledger must say
+(diloco_books.py), faults of the network (proxy.py).
 """
 
 from __future__ import annotations
@@ -12,15 +13,14 @@ import os
 import random
 import signal
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from headway.diloco.ledger import LEDGER_NAME, replay
 from headway.testing.diloco import ToyWorker, serving
 from headway.testing.forkserver import ForkServer
+from headway.testing.proofs.diloco_books import check_ledger
 from headway.testing.proofs.outcome import Outcome, memory_folder
 
 PHASES = (
@@ -179,7 +179,7 @@ def prove_worker_kills(num_kills: int, seed: int, phases: tuple[str, ...] = PHAS
             forks.kill(other)
             forks.wait(other)
         if not outcome.failures:
-            _look(folder / "run", outcome)
+            check_ledger(folder / "run", outcome, server.state_hash)
     return outcome
 
 
@@ -196,24 +196,3 @@ def _await(forks: ForkServer, pid: int) -> int:
             forks.wait(pid)
             return -999
     return forks.wait(pid)
-
-
-def _look(run: Path, outcome: Outcome) -> None:
-    """No submission twice, no worker twice in a round, and the replay gives the state."""
-    ledger = [json.loads(line) for line in (run / LEDGER_NAME).read_text().splitlines()]
-    rounds = [record for record in ledger if record["kind"] == "round"]
-    if [r["commit"] for r in rounds] != list(range(1, len(rounds) + 1)):
-        outcome.fail(f"the rounds of the ledger are {[r['commit'] for r in rounds]}")
-    parts = [(record["round_id"], part) for record in rounds for part in record["submissions"]]
-    for what, keys in (
-        ("a worker in one round", Counter((round_id, part["worker"]) for round_id, part in parts)),
-        ("a body", Counter((part["worker"], part["digest"]) for _, part in parts)),
-    ):
-        if doubles := [key for key, times in keys.items() if times > 1]:
-            outcome.fail(f"applied more than once, {what}: {doubles[:3]}")
-    again = replay(run)
-    if again.hash != rounds[-1]["state_hash"]:
-        outcome.fail(f"the replay leads to {again.hash}, not {rounds[-1]['state_hash']}")
-    outcome.counts["rounds"] += len(rounds)
-    outcome.counts["rounds with both"] += sum(len(r["submissions"]) == 2 for r in rounds)
-    outcome.counts["submissions applied"] += len(parts)
