@@ -303,4 +303,8 @@ def _describe(error: BaseException) -> str:
         return "nothing listens there"
     if isinstance(error, http.client.IncompleteRead):
         return "its answer ends too early"
+    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+        return "it does not speak TLS (no https:// and no tls_ca for it, then)"
+    if isinstance(error, http.client.RemoteDisconnected | http.client.BadStatusLine):
+        return "no HTTP comes back (if it speaks TLS, its address begins with https://)"
     return f"{type(error).__name__}: {error}"

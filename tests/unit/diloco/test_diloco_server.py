@@ -6,9 +6,7 @@ import http.client
 import json
 import logging
 import socket
-import ssl
 import struct
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -504,24 +502,6 @@ def test_without_a_token_only_names_of_this_machine_are_answered(running: Any) -
     assert ask(server, "GET", "/diloco/v1/status", None, Host="localhost:1")[0] == 200
     assert ask(server, "GET", "/diloco/v1/status", None, Host="evil.example")[0] == 421
     Player(server, "a")
-
-
-def test_tls_files_are_used(running: Any, folder: Path) -> None:
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    made = subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
-         "-nodes", "-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=IP:127.0.0.1"],
-        capture_output=True,
-    )  # fmt: skip
-    if made.returncode:
-        pytest.skip("openssl is not there")
-    server = running(tls_cert=str(certificate), tls_key=str(key))
-    assert server.is_secure
-    client = DiLoCoClient(server.address, server.token, tls_ca=str(certificate))
-    assert client.status()["mode"] == "sync"
-    with pytest.raises((OSError, http.client.HTTPException, ssl.SSLError)):
-        ask(server, "GET", "/diloco/v1/status", server.token)
 
 
 # -- what it tells ------------------------------------------------------------------------------
