@@ -114,12 +114,12 @@ def test_the_command_ends_with_2_and_says_why(
 def test_one_that_speaks_tls_and_one_that_does_not_are_told_of_it(
     tmp_path: Path, own: Pair
 ) -> None:
-    with secure(tmp_path / "secure", own) as server:
-        with pytest.raises(Unreachable, match="its address begins with https://"):
-            DiLoCoClient(server.address).status()
-    with serving(tmp_path / "plain") as server:
-        with pytest.raises(Unreachable, match="it does not speak TLS"):
-            DiLoCoClient(f"https://{server.address}", tls_ca=own[0]).status()
+    told = pytest.raises(Unreachable, match="its address begins with https://")
+    with secure(tmp_path / "secure", own) as server, told:
+        DiLoCoClient(server.address).status()
+    told = pytest.raises(Unreachable, match="it does not speak TLS")
+    with serving(tmp_path / "plain") as server, told:
+        DiLoCoClient(f"https://{server.address}", tls_ca=own[0]).status()
 
 
 def test_files_that_do_not_fit_are_refused_before_it_listens(
