@@ -71,9 +71,15 @@ class Script(TrainerCallback):
     priority = 100
 
     def __init__(
-        self, script: Any, control: TrainerControlCallback, pause_s: float, kill: int | None = None
+        self,
+        script: Any,
+        control: TrainerControlCallback,
+        pause_s: float,
+        kill: int | None = None,
+        full: int | None = None,
     ) -> None:
-        self.script, self.control, self.pause_s, self.kill = script, control, pause_s, kill
+        self.script, self.control, self.pause_s = script, control, pause_s
+        self.kill, self.full = kill, full
         self.sent: list[tuple[int, str]] = []
         self.seen: list[Any] = []
         """What must be the same on all ranks."""
@@ -102,7 +108,10 @@ class Script(TrainerCallback):
 
         def pause(offload: bool) -> str:
             # As on a device that is not the host.
-            trainer.commands.pause(trainer._parking() if offload else None)
+            parking = trainer._parking()
+            if trainer.env.rank == self.full:
+                parking.park = find_no_room
+            trainer.commands.pause(parking if offload else None)
             return ""
 
         trainer.pause = pause
@@ -145,6 +154,10 @@ class Script(TrainerCallback):
         self.seen.append(("saved", step))
 
 
+def find_no_room() -> None:
+    raise RuntimeError("no room on this host")
+
+
 def held(trainer: Any) -> list[torch.Tensor]:
     """What this rank has of weights and optimizer state, wherever it is."""
     found = [*trainer.model.parameters()]
@@ -161,11 +174,16 @@ def digest(trainer: Any) -> str:
 
 
 def train(
-    folder: str, name: str, script: Any, pause_s: float = 0.2, kill: int | None = None
+    folder: str,
+    name: str,
+    script: Any,
+    pause_s: float = 0.2,
+    kill: int | None = None,
+    full: int | None = None,
 ) -> dict[str, Any]:
     trainer_class, arguments_class, more = STRATEGIES[name]
     control = TrainerControlCallback(job_id=Path(folder).name)
-    watched = Script(script, control, pause_s, kill)
+    watched = Script(script, control, pause_s, kill, full)
     hang = HangWatchdogCallback(limit_s=COLLECTIVE_LIMIT_S)
     ranks, given = int(os.environ["WORLD_SIZE"]), {}
     if name == "accelerate":
@@ -211,12 +229,12 @@ def train(
 def steer(folder: str, names: list[str]) -> dict[str, Any]:
     init_distributed(use_cpu=True)
     facts = {name: train(f"{folder}/{name}", name, SCRIPT, PAUSE_S) for name in names}
-    if "accelerate" in names:
-        stop, abort = {2: [("graceful_stop", {})]}, {2: [("abort", {})]}
-        facts["stop"] = train(f"{folder}/stop", "ddp", stop)
-        facts["abort"] = train(f"{folder}/abort", "ddp", abort)
-        pause = {1: [("pause", {})]}
-        facts["signal"] = train(f"{folder}/signal", "ddp", pause, kill=1)
+    stop, abort = {2: [("graceful_stop", {})]}, {2: [("abort", {})]}
+    facts["stop"] = train(f"{folder}/stop", "ddp", stop)
+    facts["abort"] = train(f"{folder}/abort", "ddp", abort)
+    facts["signal"] = train(f"{folder}/signal", "ddp", {1: [("pause", {})]}, kill=1)
+    offload = {1: [("pause", {"offload": True})]}
+    facts["full"] = train(f"{folder}/full", "ddp", offload, full=1)
     return facts
 
 
@@ -230,20 +248,26 @@ def pause_long(folder: str) -> dict[str, Any]:
     return train(folder, "ddp", {1: [("pause", {})]}, COLLECTIVE_LIMIT_S + 1.5)
 
 
+def start(folder: Path, num_ranks: int) -> list[dict[str, Any]]:
+    pytest.importorskip("accelerate")
+    env, names = {"HEADWAY_JOBS_DIR": str(folder / "jobs")}, list(STRATEGIES)
+    return run_ranks(steer, num_ranks, str(folder), names, timeout_s=300, backend=None, env=env)
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    pytest.importorskip("accelerate")
-    folder = tmp_path_factory.mktemp("two")
-    env = {"HEADWAY_JOBS_DIR": str(folder / "jobs")}
-    return run_ranks(steer, 2, str(folder), list(STRATEGIES), timeout_s=200, backend=None, env=env)
+    return start(tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("four")
-    env = {"HEADWAY_JOBS_DIR": str(folder / "jobs")}
-    names = ["fsdp2", "pipeline"]
-    return run_ranks(steer, 4, str(folder), names, timeout_s=200, backend=None, env=env)
+    return start(tmp_path_factory.mktemp("four"), 4)
+
+
+@pytest.fixture(params=[2, 4], ids=["two", "four"])
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = request.getfixturevalue({2: "two", 4: "four"}[request.param])
+    return found
 
 
 def check(ranks: list[dict[str, Any]], name: str) -> None:
@@ -281,13 +305,8 @@ def check(ranks: list[dict[str, Any]], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_command_takes_effect_after_the_same_step_on_two_ranks(two: Any, name: str) -> None:
-    check(two, name)
-
-
-@pytest.mark.parametrize("name", ["fsdp2", "pipeline"])
-def test_every_command_takes_effect_after_the_same_step_on_four_ranks(four: Any, name: str) -> None:
-    check(four, name)
+def test_every_command_takes_effect_after_the_same_step_on_all_ranks(ranks: Any, name: str) -> None:
+    check(ranks, name)
 
 
 def test_a_pause_longer_than_the_limit_of_a_collective_trips_nothing(tmp_path: Path) -> None:
@@ -302,12 +321,24 @@ def test_a_pause_longer_than_the_limit_of_a_collective_trips_nothing(tmp_path: P
 
 
 @pytest.mark.parametrize(("name", "outcome"), [("stop", "stopped"), ("abort", "aborted")])
-def test_ends_by_command_come_after_one_step(two: Any, name: str, outcome: str) -> None:
-    assert [(rank[name]["step"], rank[name]["outcome"]) for rank in two] == [(2, outcome)] * 2
+def test_ends_by_command_come_after_one_step(ranks: Any, name: str, outcome: str) -> None:
+    ends = [(rank[name]["step"], rank[name]["outcome"]) for rank in ranks]
+    assert ends == [(2, outcome)] * len(ranks)
 
 
-def test_a_signal_to_any_rank_ends_a_paused_run_with_a_save(two: Any) -> None:
-    for rank in two:
+def test_a_rank_whose_state_stays_on_its_device_is_told_and_the_run_is_held(ranks: Any) -> None:
+    for rank in ranks:
+        assert (rank["full"]["step"], rank["full"]["outcome"]) == (MAX_STEPS, "completed")
+        assert rank["full"]["seen"].count(("paused", 1)) == 1
+    state, step, message = ranks[0]["full"]["receipts"]["1-pause-True"]
+    assert (state, step) == ("failed", 1)
+    assert message == (
+        "the run is held, but the state of rank 1 stays on the device: no room on this host"
+    )
+
+
+def test_a_signal_to_any_rank_ends_a_paused_run_with_a_save(ranks: Any) -> None:
+    for rank in ranks:
         facts = rank["signal"]
         assert (facts["step"], facts["outcome"]) == (1, "interrupted")
         assert facts["seen"].count(("paused", 1)) == 1
