@@ -115,6 +115,9 @@ class MinimalTrainingArguments(Arguments):
     """Fail at a graph break in place of splitting the graph."""
     torch_compile_scope: str = "blocks"
     """What is compiled: each of the model's `blocks`, equal ones once, or the whole `model`."""
+    torch_compile_cache: str | None = None
+    """Folder where compiled code is kept for later runs. None: `TORCHINDUCTOR_CACHE_DIR`, or else
+    `headway/compile` in the user's cache folder."""
 
     save_strategy: str = "steps"
     """When to save a checkpoint: `no`, `steps` or `epoch`."""

@@ -66,14 +66,19 @@ def run(options: argparse.Namespace, amend: Callable[[RunConfig], None] | None =
 def _run(options: argparse.Namespace, run_config: RunConfig) -> int:
     from headway.cli.messages import print_json
     from headway.engine.signals import ignore_save_requests
+    from headway.engine.start_times import StartTimes
 
     given: bool | str | None = False if options.no_resume else options.resume
     resume = choose_resume(given, run_config.args.output_dir)
 
+    start_times = StartTimes.of_process()
     with ignore_save_requests():
         from headway.trainers.from_config import build_trainer
 
+        start_times.reach("imports")
         trainer = build_trainer(run_config)
+        start_times.reach("data")
+        trainer.start_times = start_times
         if options.quiet:
             silence(trainer)
         output = _train(options, trainer, run_config, resume)
@@ -140,6 +145,7 @@ def summarise(trainer: Any, output: Any) -> dict[str, Any]:
 
     output_dir = trainer.args.output_dir
     checkpoint = find_latest_checkpoint(output_dir, kind="training")
+    times = trainer.start_times if trainer.start_times and trainer.start_times.is_over else None
     return {
         "output_dir": str(output_dir),
         "checkpoint": None if checkpoint is None else str(checkpoint),
@@ -147,6 +153,8 @@ def summarise(trainer: Any, output: Any) -> dict[str, Any]:
         "loss": output.training_loss,
         "interrupted_by": output.interrupted_by,
         "metrics": output.metrics,
+        "first_step_s": times and times.total_s,
+        "start_phases_s": times and times.phases,
     }
 
 

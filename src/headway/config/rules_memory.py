@@ -25,6 +25,7 @@ _COMPANIONS = (
     "torch_compile_dynamic",
     "torch_compile_full_graph",
     "torch_compile_scope",
+    "torch_compile_cache",
     "dynamo_recompile_limit",
 )
 # What stands in an option that was left out.

@@ -214,7 +214,8 @@ def _number_rules() -> Iterator[tuple[tuple[str, ...], str, Any]]:
         _duration,
     )
     yield (
-        ("output_dir", "resume_from_checkpoint", "metric_for_best_model", "best_model_metric"),
+        ("output_dir", "resume_from_checkpoint", "metric_for_best_model", "best_model_metric",
+         "torch_compile_cache"),
         "Not empty.",
         _nonempty,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from headway.args import TrainingArguments
 from headway.errors import ConfigError
 from headway.precision.amp import Context
+from headway.strategies.compile_cache import compile_cache
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def torch_settings(args: TrainingArguments) -> Iterator[None]:
             logger.warning(
                 "%s is set: the compiler measures many memory budgets, which takes long", _PARETO
             )
+        stack.enter_context(compile_cache(args))
         stack.enter_context(_attention(args))
         yield
 

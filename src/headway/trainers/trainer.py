@@ -37,6 +37,7 @@ from headway.engine.loop import TrainingLoop
 from headway.engine.metrics import MetricBuffer
 from headway.engine.parts import LoopParts
 from headway.engine.signals import SignalRequests
+from headway.engine.start_times import StartTimes
 from headway.engine.state import TrainerControl, TrainerState, outcome_of
 from headway.engine.timing import LoopTiming
 from headway.errors import ConfigError
@@ -155,6 +156,8 @@ class Trainer(
         self.cancel = CancelRequests(self.state)
         self.bookkeeping = Bookkeeping(self.bus, self.env.world_size)
         self.timing = LoopTiming()
+        self.start_times: StartTimes | None = None
+        """What the time to the first step went to; counts from `train()` if nobody began it."""
         self.commands = CommandRelay(self.env.rank, self.env.world_size)
         self._channel: RankChannel | None = None
         self.strategy: Strategy | None = None
@@ -330,6 +333,9 @@ class Trainer(
             self._loop = None
 
     def _train(self, resume: bool | str, signals: SignalRequests) -> TrainOutput:
+        start_times = self.start_times
+        if start_times is None or start_times.is_over:
+            start_times = self.start_times = StartTimes()
         self._begin_run()
         self.cancel.begin()
         # Made of the time, and so another one on every rank.
@@ -341,6 +347,7 @@ class Trainer(
         self._choose_seed(saver.saved_seed(found))
         self._prepare_model(resumes=found is not None and "model" in wanted_components(self.args))
         assert self.strategy is not None and self.model is not None
+        start_times.reach("model")
         require_trainable(self.model)
         loader = self._loader(self.train_dataset, "train_dataset", training=True)
         if self.eval_dataset is not None:
@@ -362,6 +369,8 @@ class Trainer(
         self.bus.fire("on_init_end")
 
         def take_over_folder() -> None:
+            start_times.finish("first step")
+            logger.info("first step after %s", start_times.describe())
             # Not before a step has worked: a run that cannot start changes nothing on disk.
             saver.replace_earlier_run()
             saver.write_held()
@@ -379,6 +388,7 @@ class Trainer(
         self.timing.doing = None
         try:
             self.bus.fire("on_train_begin")
+            start_times.reach("set-up")
             loop.run()
             self.timing.doing = "close"
             saver.deliver()

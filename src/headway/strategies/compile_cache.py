@@ -1,0 +1,65 @@
+"""Where compiled code is kept, so that the next run of the same model does not compile it again.
+
+Owns: the folder, for the time of a run. Does not own: what is kept there and when it is valid (the
+compiler), what is compiled (compilation.py).
+
+torch's own choice is in the system's folder for temporary files, which many machines empty when
+they start.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from headway.args import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+# The compiler writes the second one itself, below the first, and would keep it for later runs.
+_FOLDER, _KERNELS = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
+
+def choose_folder(given: str | None, environment: Mapping[str, str]) -> Path:
+    """The folder that the option names, or the environment, or else one of the user's own."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    named = given or environment.get(_FOLDER)
+    # torch writes its own choice there, some versions as soon as they are imported.
+    if not given and named == default_cache_dir():
+        named = None
+    if named:
+        return Path(named).expanduser().absolute()
+    base = environment.get("XDG_CACHE_HOME")
+    # What is relative is to be left out of account, by the convention of these folders.
+    home = Path(base) if base and os.path.isabs(base) else Path("~/.cache").expanduser()
+    return home / "headway" / "compile"
+
+
+@contextmanager
+def compile_cache(args: TrainingArguments) -> Iterator[None]:
+    """Inside, compiled code is kept in, and taken from, the run's folder for it."""
+    if not args.torch_compile or args.torch_compile_backend not in (None, "inductor"):
+        yield
+        return
+    before = {name: os.environ.get(name) for name in (_FOLDER, _KERNELS)}
+    try:
+        folder = choose_folder(args.torch_compile_cache, os.environ)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"no permission to write in {folder}")
+    except (OSError, RuntimeError) as error:  # the latter where there is no home
+        logger.warning("torch_compile_cache: %s; compiled code is kept where torch does", error)
+    else:
+        os.environ[_FOLDER] = str(folder)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
