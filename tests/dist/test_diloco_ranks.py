@@ -14,6 +14,7 @@ from headway.checkpoint.distributed import DistributedRanks
 from headway.checkpoint.ranks import SoloRanks
 from headway.checkpoint.tensors import read_shards
 from headway.diloco.parameters import ParameterView
+from headway.dist import init_distributed, watch
 from headway.engine.events import TrainerCallback
 from headway.errors import ConfigError
 from headway.testing import run_ranks, tiny_dataset, tiny_decoder
@@ -184,3 +185,31 @@ def test_a_worker_of_two_ranks_trains_as_without_a_server(tmp_path: Path) -> Non
     assert rounds["other"] == 2 and first["other"]["sync_count"] == 2
     assert rounds["fragments"] == first["fragments"]["fragment_syncs"] == LAST
     assert "127.0.0.1:1 does not answer" in first["nobody"] and first["nobody"] == second["nobody"]
+
+
+def listen(told: Path) -> None:
+    """What this rank would say goes to a file; signs come often."""
+    watch.BEAT_S = 0.1
+
+    def say(text: str, kind: str = "error") -> None:
+        with told.open("a") as file:
+            file.write(f"{kind}: {text}\n")
+
+    watch.say = say  # type: ignore[assignment]
+
+
+def wait_alone(folder: Path, address: str) -> None:
+    told = folder / "told"
+    listen(told)
+    init_distributed(use_cpu=True)
+    train("ddp", folder / "worker", address, timeout=3.0)
+
+
+def test_ranks_are_told_that_their_leader_waits_for_the_server(tmp_path: Path) -> None:
+    with serving(tmp_path / "server", num_workers=2) as server:
+        env = {"HEADWAY_WAITING_AFTER_S": "1"}
+        run_ranks(wait_alone, 2, tmp_path, server.address, backend=None, env=env)
+    line = (tmp_path / "told").read_text().splitlines()[0]
+    assert line.startswith("warning: rank 0 of 2 has kept the others waiting for 1 s: it is at ")
+    words = f"where it waits for the DiLoCo server {server.address} and the other workers"
+    assert words in line

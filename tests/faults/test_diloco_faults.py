@@ -155,12 +155,13 @@ def test_a_server_that_restarts_while_workers_wait_gets_everything_again(tmp_pat
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("kind", ["lose_reply", "duplicate"])
 def test_a_submission_whose_answer_is_lost_or_that_comes_twice_counts_once(
-    tmp_path: Path, kind: Any
+    tmp_path: Path, kind: Any, mode: str
 ) -> None:
     with (
-        serving(tmp_path / "server", **{**SERVER, "num_workers": 1}) as server,
+        serving(tmp_path / "server", **{**SERVER, "num_workers": 1, "mode": mode}) as server,
         Proxy(server.address) as proxy,
     ):
         worker = ToyWorker(proxy.address, **PATIENT).start()

@@ -19,6 +19,7 @@ from headway.diloco.parameters import ParameterView
 from headway.diloco.session import Session
 from headway.diloco.wire import compose
 from headway.dist.agreement import CommonMistake
+from headway.dist.waiting import awaiting
 
 
 @dataclass
@@ -77,7 +78,8 @@ class Arriving:
         told: dict[str, Any] = {}
         if self._view.leads:
             try:
-                told = act()
+                with awaiting(f"the DiLoCo server {self._session.client.address}"):
+                    told = act()
             except DiLoCoError as error:
                 told = {"mistake": f"DiLoCo: {error}"}
         told = self._view.ranks.share(told)

@@ -313,11 +313,16 @@ class Core:
             },
         ]
 
+    def retry_round(self, job: Job, retry_at: float) -> list[str]:
+        """It failed and is tried again; returns the workers whose bodies are not there any more:
+        they are asked for them, as nothing else would ever bring them back."""
+        lost = [s for s in job.submissions if not os.path.exists(s.path)]
+        self.book.reopen(job.fragment, retry_at, lost)
+        return [submission.worker for submission in lost]
+
     def give_up_round(self, job: Job) -> None:
         """Its result was no numbers: forget what was sent for it, the round stays open."""
-        place = self.book.rounds[job.fragment]
-        place.submissions = {k: s for k, s in place.submissions.items() if s not in job.submissions}
-        place.closed, place.first_at = False, place.first_at if place.submissions else None
+        self.book.reopen(job.fragment, 0.0, job.submissions)
         for submission in job.submissions:
             if (worker := self.book.workers.get(submission.worker)) is not None:
                 self.book.count_attempt(worker, submission.round_id)

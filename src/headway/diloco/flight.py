@@ -30,6 +30,7 @@ from headway.diloco.faults import (
     Unreachable,
 )
 from headway.diloco.session import Session
+from headway.dist.waiting import awaiting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +103,8 @@ class Flight:
         """Go on the way, in a thread if training goes on meanwhile."""
         self.outcome = None
         if not beside:
-            self._run()
+            with self._awaited():
+                self._run()
             return
         self._thread = threading.Thread(target=self._run, name="headway-diloco-flight", daemon=True)
         self._thread.start()
@@ -110,10 +112,16 @@ class Flight:
     def finish(self) -> Outcome:
         """Wait for the end, and tell it."""
         if self._thread is not None:
-            self._thread.join()
+            with self._awaited():
+                self._thread.join()
             self._thread = None
         assert self.outcome is not None, "it was begun"
         return self.outcome
+
+    def _awaited(self) -> contextlib.AbstractContextManager[None]:
+        return awaiting(
+            f"the DiLoCo server {self._session.client.address} and the other workers of its round"
+        )
 
     def cancel(self) -> None:
         """Send nothing any more, and wait until that is certain."""
@@ -133,11 +141,13 @@ class Flight:
 
     def _fly(self) -> Outcome:
         backoff = Backoff(self._session.first_pause_s, stop=self._session.stopping)
+        # One limit for all of it: a server that comes and goes cannot hold training for ever.
+        deadline = self._clock() + self._timeout_s
         failures = returns = 0
         while True:
             used = self._session.session
             try:
-                return self._exchange()
+                return self._exchange(deadline)
             except MISTAKES as error:
                 return Outcome("fatal", reason=str(error))
             except UnknownSession as error:
@@ -151,7 +161,8 @@ class Flight:
                 return Outcome("fatal", reason=str(trouble))
             if trouble is not None:
                 failures += 1
-                if failures > self._max_retries or self._should_end():
+                over = failures > self._max_retries or self._clock() > deadline
+                if over or self._should_end():
                     return Outcome("unsettled", reason=str(trouble))
                 self.num_retries += 1
                 if not backoff.wait():
@@ -166,11 +177,10 @@ class Flight:
 
     # -- on the way -------------------------------------------------------------------------
 
-    def _exchange(self) -> Outcome:
+    def _exchange(self, deadline: float) -> Outcome:
         if self._message is None:
             return self._fetch("reset", "what this worker has is not finite")
         self._session.beat()  # the server knows its step and its speed before the round ends
-        deadline = self._clock() + self._timeout_s
         while True:
             if self._should_end() or self._session.stopping.is_set() or self._canceled.is_set():
                 return Outcome("unsettled", reason="the run ends")
@@ -184,7 +194,7 @@ class Flight:
                     continue
                 if refusal is not None:
                     return refusal
-            answer = self._ask(POLL_S)
+            answer = self._ask(min(POLL_S, max(0.0, deadline - self._clock())))
             state = answer.get("state")
             if state == "committed" and not self._is_lost(answer):
                 return self._end(answer)

@@ -149,7 +149,7 @@ class RoundBook:
         self.num_refused: dict[str, int] = {}
         said = known or {}
         self.most_workers = int(said.get("most_workers", 0))
-        """How many have been there at one time."""
+        """How many have been there at one time, or have been waited for until a deadline."""
         # After a restart, those who were there are missed only when they would have been let go.
         self._counts_from = now + self._patience_s if self.most_workers else now
         ids = said.get("round_ids") or [new_round_id(1) for _ in range(rules.num_fragments)]
@@ -344,7 +344,7 @@ class RoundBook:
             return False
         if place.first_at is not None and now >= place.first_at + self.rules.deadline_s:
             return True
-        # Those who have left are not waited for; those who have not come yet are.
+        # Those who have left are not waited for; those who have not come yet are, once.
         assembled = self.most_workers >= self.rules.expected and now >= self._counts_from
         return assembled and all(w in place.submissions for w in self.workers)
 
@@ -354,12 +354,16 @@ class RoundBook:
         place.closed = True
         if self.rules.mode == "async":
             return [next(iter(place.submissions.values()))]
+        # Whoever has not come until now is not waited for in every round anew.
+        self.most_workers = max(self.most_workers, self.rules.expected)
         return sorted(place.submissions.values(), key=lambda s: s.worker)
 
-    def reopen(self, fragment: int, retry_at: float) -> None:
-        """What was closed could not be applied; it is tried again."""
-        self.rounds[fragment].closed = False
-        self.rounds[fragment].retry_at = retry_at
+    def reopen(self, fragment: int, retry_at: float, lost: Iterable[Submission] = ()) -> None:
+        """What was closed could not be applied; it is tried again, without what is lost."""
+        place, gone = self.rounds[fragment], list(lost)
+        place.submissions = {k: s for k, s in place.submissions.items() if s not in gone}
+        place.first_at = place.first_at if place.submissions else None
+        place.closed, place.retry_at = False, retry_at
 
     def after(self, fragment: int, applied: Iterable[Submission], next_id: str) -> dict[str, Any]:
         """What the book remembers once the round of a fragment is committed, as JSON."""

@@ -218,7 +218,9 @@ class DiLoCoServer(GuardedServer):
             known = isinstance(error, OSError | CheckpointError)
             words = "round %s cannot be committed, it is tried again: %s"
             logger.error(words, job.round_id, error, exc_info=None if known else error)
-            core.book.reopen(fragment, time.monotonic() + _RETRY_S)
+            for worker in core.retry_round(job, time.monotonic() + _RETRY_S):
+                logger.error("what %s has sent is gone from the disk; it sends it again", worker)
+            self._tell()
             return
         now = time.monotonic()
         if done is None:
@@ -349,13 +351,15 @@ class DiLoCoServer(GuardedServer):
         query = Query.of(request.query, ("round", "fragment", "wait", "worker", "session"))
         worker = self._find(request, query)
         book, fragment = self.core.book, query.fragment() or 0
-        until = time.monotonic() + query.seconds("wait", MOST_WAIT_S)
+        until, had = time.monotonic() + query.seconds("wait", MOST_WAIT_S), False
         while True:
             changed = self._changed
             found = book.describe_round(query.text("round"), fragment, worker)
             left_s = until - time.monotonic()
-            if found["state"] != "open" or left_s <= 0 or self._stopping or changed is None:
+            is_news = found["state"] != "open" or (had and not found["submitted"])
+            if is_news or left_s <= 0 or self._stopping or changed is None:
                 break
+            had = found["submitted"]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await changed.wait()

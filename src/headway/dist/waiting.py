@@ -16,7 +16,8 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,7 @@ from types import FrameType
 WAITING_AFTER_S = 60.0
 """How long nothing may move before it is said who is late; HEADWAY_WAITING_AFTER_S, 0 = never."""
 _LONGEST_PLACE = 120
+_awaited = ""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Standing:
     waited_s: float
     """How long it has been at one point inside torch, as in a collective that nobody joins."""
     place: str
-    """The line of code, without torch's own and Python's."""
+    """The line of code, without torch's own and Python's, and what is waited for there if that is
+    known."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -52,6 +55,21 @@ def find_late(standings: Sequence[Standing], limit_s: float) -> list[int]:
     most = max(standing.num_agreements for standing in standings)
     late = [rank for rank, one in enumerate(standings) if one.num_agreements < most]
     return late or [rank for rank, one in enumerate(standings) if not one.waited_s]
+
+
+@contextmanager
+def awaiting(what: str) -> Iterator[None]:
+    """In here the main thread waits for something that is no rank's: whoever it keeps waiting
+    meanwhile is told of it. In other threads it has no meaning."""
+    global _awaited
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, _awaited = _awaited, what
+    try:
+        yield
+    finally:
+        _awaited = before
 
 
 class MainThread:
@@ -80,7 +98,8 @@ class MainThread:
         frame = _main_frame()
         still_s = time.monotonic() - self._since
         waits = still_s >= settled_s and _is_waiting(frame)
-        return Standing(num_agreements, still_s if waits else 0.0, _describe(frame))
+        place = _describe(frame) + (f", where it waits for {_awaited}" if _awaited else "")
+        return Standing(num_agreements, still_s if waits else 0.0, place)
 
 
 def _main_frame() -> FrameType | None:

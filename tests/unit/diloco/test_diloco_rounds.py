@@ -145,6 +145,30 @@ def test_those_who_left_are_not_waited_for_but_those_who_have_not_come_are() -> 
     assert alone.due(1e9) == []  # the minimum is two
 
 
+def test_those_who_never_come_are_waited_for_in_one_round_only() -> None:
+    book = make_book(2)  # of three
+    submit(book, "a"), submit(book, "b")
+    assert book.due(99.0) == [] and book.due(100.0) == [0]
+    commit(book, now=100.0)
+    submit(book, "a", now=110.0)
+    assert book.due(110.0) == []  # of those who are there, everyone is still waited for
+    submit(book, "b", now=111.0)
+    assert book.due(111.0) == [0]
+    commit(book, now=111.0)
+    # Also by the next server, which gives those who were there time to come back.
+    again = RoundBook(book.rules, 1000.0, json.loads(json.dumps(book.known())))
+    for worker in "ab":
+        again.register(worker, 1000.0, sync_every=100)
+        submit(again, worker, now=1001.0)
+    assert again.due(1029.0) == [] and again.due(1030.0) == [0]
+    # One that comes after all is one of them.
+    book.register("c", 112.0, sync_every=100)
+    submit(book, "a", now=113.0), submit(book, "b", now=113.0)
+    assert book.due(113.0) == []
+    submit(book, "c", now=114.0)
+    assert book.due(114.0) == [0]
+
+
 def test_after_a_restart_those_who_never_return_are_waited_for_as_long_as_silent_ones() -> None:
     book = make_book(3)
     submit(book, "a"), submit(book, "b"), submit(book, "c")
@@ -282,6 +306,30 @@ def test_asynchronous_submissions_are_applied_one_by_one_in_their_order() -> Non
         "submitted": False, "expected": 3, "deadline_at": None,
     }  # fmt: skip
     assert book.check(c, base, 0, "d") == "committed" and book.due(0.0) == []
+
+
+def test_an_asynchronous_submission_that_is_sent_again_counts_once() -> None:
+    book = make_book(2, mode="async")
+    base = book.rounds[0].id
+    a, b = book.workers["a"], book.workers["b"]
+    assert book.check(a, base, 0, "first") is None
+    submit(book, "a", "first")
+    assert book.check(a, base, 0, "first") == "accepted"
+    refuse("duplicate", 409, lambda: book.check(a, base, 0, "another"))
+    refuse("duplicate", 409, lambda: submit(book, "a", "first"))  # the same at the same time
+    assert book.check(b, base, 0, "first") is None  # another worker's is another one
+    submit(book, "b", "first", round_id=base)
+    assert [s.worker for s in commit(book)] == ["a"]
+    # Applied, while the other one still waits.
+    assert book.check(a, base, 0, "first") == "committed"
+    refuse("round_over", 410, lambda: book.check(a, base, 0, "another"))
+    assert book.check(b, base, 0, "first") == "accepted"
+    assert [s.worker for s in commit(book)] == ["b"]
+    again = RoundBook(book.rules, 9.0, json.loads(json.dumps(book.known())))
+    for name in "ab":
+        worker = again.register(name, 9.0, sync_every=100)
+        assert again.check(worker, base, 0, "first") == "committed"
+    assert again.due(9.0) == []
 
 
 def test_stale_asynchronous_submissions_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import shutil
 import socket
 import struct
 import threading
@@ -696,6 +697,28 @@ def test_a_round_that_fails_in_any_way_is_tried_again(
     player = Player(server, "a")
     player.submit(player.message())
     assert player.wait(wait_s=10)["counted"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_body_that_somebody_has_deleted_is_asked_for_again(
+    running: Any, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    server = running(num_workers=1, mode=mode)
+    first, carry_out = [True], server.core.carry_out
+
+    def tidy_up(job: Any) -> Any:
+        if first.pop() if first else False:
+            shutil.rmtree(server.core.ledger.incoming)
+        return carry_out(job)
+
+    monkeypatch.setattr(server.core, "carry_out", tidy_up)
+    player = Player(server, "a")
+    message = player.message()
+    player.submit(message)
+    answer = player.wait(wait_s=20)
+    assert (answer["state"], answer["submitted"]) == ("open", False)
+    player.submit(message)  # the folder is there again
+    assert player.wait(wait_s=20)["counted"]
 
 
 def test_a_body_that_does_not_fit_on_the_disk_can_be_sent_again(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from headway.checkpoint.ranks import SoloRanks
 from headway.diloco.counters import Speed
+from headway.diloco.faults import Unreachable
 from headway.diloco.flight import Flight
 from headway.diloco.parameters import ParameterView
 from headway.diloco.server_options import ServerOptions
+from headway.diloco.wire import compose
 from headway.errors import ConfigError
 from headway.testing.diloco import (
     Clock,
@@ -397,6 +400,42 @@ def test_a_stop_ends_the_wait_for_others(tmp_path: Path) -> None:
             worker.train(1)
             assert worker.worker.counters.sync_count == 0
             assert same(worker.values, trained_alone(2)[1])
+
+
+class Flaky:
+    """A server whose connection is lost after every question; each takes four seconds."""
+
+    address = "kite:1"
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.num_asked, self.waits = clock, 0, list[float]()
+
+    def submit(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def ask_round(self, *_: Any, wait_s: float) -> dict[str, Any]:
+        self.num_asked += 1
+        self.waits.append(wait_s)
+        self.clock.now_s += 4
+        if self.num_asked % 2:
+            raise Unreachable("gone")
+        return {"state": "open", "submitted": True}
+
+
+def test_a_connection_that_comes_and_goes_does_not_make_the_wait_longer() -> None:
+    clock = Clock()
+    client = Flaky(clock)
+    session = SimpleNamespace(
+        client=client, session="s", worker_id="a", rounds=["r-1-x"], server={"mode": "sync"},
+        first_pause_s=1e-4, stopping=threading.Event(), beat=lambda: None,
+    )  # fmt: skip
+    flight = Flight(
+        session, compose({}, {}), fragment=0, round_id="r-1-x", shapes={}, local_steps=1,
+        max_retries=100, timeout_s=14.0, clock=clock,
+    )  # fmt: skip
+    flight.begin(beside=False)
+    assert flight.finish().kind == "unsettled"
+    assert client.waits == [10, 10, 6, 2]  # and none longer than what is left of it
 
 
 # Turns of fragments

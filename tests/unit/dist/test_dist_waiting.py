@@ -6,7 +6,14 @@ import threading
 
 import pytest
 
-from headway.dist.waiting import MainThread, Standing, decode, find_late, waiting_limit_s
+from headway.dist.waiting import (
+    MainThread,
+    Standing,
+    awaiting,
+    decode,
+    find_late,
+    waiting_limit_s,
+)
 from headway.errors import ConfigError
 
 OUTSIDE = 0.0
@@ -48,6 +55,17 @@ def test_a_rank_stands_at_a_line_of_its_own_code() -> None:
     assert standing.waited_s == 0 and standing.num_agreements == 3
     assert "test_dist_waiting.py" in standing.place and standing.place.endswith("in look_at_main")
     assert decode(standing.encode()) == standing
+
+
+def test_a_rank_that_waits_for_something_else_says_for_what() -> None:
+    with awaiting("a server"):
+        with awaiting("its answer"):
+            (inner,) = look_at_main()
+        (outer,) = look_at_main()
+    (after,) = look_at_main()
+    assert inner.place.endswith("in look_at_main, where it waits for its answer")
+    assert outer.place.endswith("in look_at_main, where it waits for a server")
+    assert after.place.endswith("in look_at_main")
 
 
 @pytest.mark.timeout(20)
