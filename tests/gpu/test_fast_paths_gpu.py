@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.models import Decoder, DecoderConfig
-from headway.models.loss_kernel import can_use_kernel, loss_and_grads
+from headway.models.kernels.cross_entropy import can_use_kernel, loss_and_grads
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("vocabulary", [50, 4096, 50257])
+@pytest.mark.parametrize("vocabulary", [50, 4096, 20000, 32768, 50257])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_the_loss_kernel_equals_cross_entropy(

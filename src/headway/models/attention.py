@@ -22,8 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from headway.errors import ConfigError
 from headway.models.cache import KVCache
 from headway.models.config import DecoderConfig
+from headway.models.kernels.rope import split_heads
 from headway.models.norm import RMSNorm
-from headway.models.projections import project
+from headway.models.projections import joins, project_joined
 from headway.models.rope import apply_rope
 
 
@@ -248,14 +249,8 @@ class Attention(nn.Module):
         plan: AttentionPlan,
         cache: KVCache | None = None,
     ) -> Tensor:
-        heads = (*x.shape[:2], -1, self.head_size)
-        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
-        q_BSND, k_BSND = q.view(heads), k.view(heads)
-        v_BNTD = v.view(heads).transpose(1, 2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BSND, k_BSND = self.q_norm(q_BSND), self.k_norm(k_BSND)
-        q_BNSD = apply_rope(q_BSND, *rope).transpose(1, 2)
-        k_BNTD = apply_rope(k_BSND, *rope).transpose(1, 2)
+        q_BSND, k_BSND, v_BTND = self._project(x, rope)
+        q_BNSD, k_BNTD, v_BNTD = (t.transpose(1, 2) for t in (q_BSND, k_BSND, v_BTND))
         if cache is not None:
             k_BNTD, v_BNTD = cache.append(self.layer, k_BNTD, v_BNTD)
             out = _attend_growing(q_BNSD, k_BNTD, v_BNTD, plan)
@@ -265,3 +260,18 @@ class Attention(nn.Module):
             out = _attend_sdpa(q_BNSD, k_BNTD, v_BNTD, plan)
         projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return projected
+
+    def _project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, the first two turned by their positions."""
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        if self.q_norm is None and joins(x, *layers):
+            query, key = (layer.weight.shape[0] // self.head_size for layer in layers[:2])
+            split: tuple[Tensor, Tensor, Tensor] = split_heads(
+                project_joined(x, *layers), *rope, query, key
+            )
+            return split
+        heads = (*x.shape[:2], -1, self.head_size)
+        q_BSND, k_BSND, v_BTND = (layer(x).view(heads) for layer in layers)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSND, k_BSND = self.q_norm(q_BSND), self.k_norm(k_BSND)
+        return apply_rope(q_BSND, *rope), apply_rope(k_BSND, *rope), v_BTND

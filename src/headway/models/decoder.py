@@ -20,6 +20,7 @@ from headway.errors import ConfigError, unknown
 from headway.models.attention import Attention, AttentionPlan, new_linear, plan_attention
 from headway.models.cache import KVCache
 from headway.models.config import DecoderConfig, check_fields
+from headway.models.kernels.swiglu import gated_down
 from headway.models.loss import (
     IGNORED_LABEL,
     chunked_cross_entropy,
@@ -27,7 +28,7 @@ from headway.models.loss import (
     shift_labels,
 )
 from headway.models.norm import RMSNorm, compute_dtype
-from headway.models.projections import project
+from headway.models.projections import joins, project_joined
 from headway.models.rope import RotaryTable
 from headway.precision.quantized import computes_as_its_weight
 
@@ -77,8 +78,10 @@ class GatedMLP(nn.Module):
         self.down_proj = new_linear(config.ffn_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = project(x, self.gate_proj, self.up_proj)
-        out: Tensor = self.down_proj(F.silu(gate) * up)
+        if joins(x, self.gate_proj, self.up_proj, self.down_proj):
+            joined = project_joined(x, self.gate_proj, self.up_proj)
+            return gated_down(joined, self.down_proj.weight.to(joined.dtype))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.models.loss_kernel import can_use_kernel, loss_and_grads
+from headway.models.kernels.cross_entropy import can_use_kernel, loss_and_grads
 from headway.models.norm import compute_dtype
 
 IGNORED_LABEL = -100

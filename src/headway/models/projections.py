@@ -1,6 +1,6 @@
 """Projections of one input, computed as one.
 
-Owns: when that can be done, and its arithmetic. Does not own: the layers.
+Owns: when that can be done, and the product. Does not own: the layers, what follows the product.
 
 Weights keep their names and their memory; only a compiled graph joins them, where it costs nothing:
 under autocast they are copied anyway. One wide product takes less time than two narrow ones, and
@@ -13,20 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """The output of each layer for `x`."""
-    if x.is_cuda and torch.compiler.is_compiling() and all(map(_is_plain, layers)):
-        return project_joined(x, *layers)
-    return tuple(layer(x) for layer in layers)
+from headway.models.kernels import HAS_TRITON
 
 
-def project_joined(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """The same in one product, for linear layers that all have a bias, or none of them."""
+def joins(x: Tensor, *layers: nn.Module) -> bool:
+    """Whether these linear layers are worth joining, and do nothing that would be passed over."""
+    return (
+        HAS_TRITON and x.is_cuda and torch.compiler.is_compiling() and all(map(_is_plain, layers))
+    )
+
+
+def project_joined(x: Tensor, *layers: nn.Module) -> Tensor:
+    """Their outputs side by side; all have a bias, or none of them."""
     weights: list[Tensor] = [layer.get_parameter("weight") for layer in layers]
     biases: list[Tensor] = [layer.bias for layer in layers if isinstance(layer.bias, Tensor)]
-    joined = F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
-    return torch.split(joined, [weight.shape[0] for weight in weights], dim=-1)
+    return F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
 
 
 def _is_plain(layer: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Softmax, loss and gradient of rows of logits in one GPU kernel.
+"""Softmax, loss and gradient of rows of logits in one kernel.
 
 Owns: the kernel and whether it can be used. Does not own: the products around it (loss.py).
 
@@ -13,23 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.models.kernels import HAS_TRITON
+
 _BLOCK = 4096
 _WARPS = 8
+# A row that fits into the registers of a core is read once; of a longer one, twice.
+_LONGEST_HELD = 32768
+_WARPS_HELD = 32
 
 
 @functools.cache
-def _find_kernel() -> Any:
-    """The kernel; None without Triton, which is not made for every platform."""
-    try:
-        import triton
-        import triton.language as tl
-    except ImportError:
-        return None
+def _kernel() -> Any:
+    import triton
+    import triton.language as tl
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def rows(  # type: ignore[no-untyped-def]
+    def cross_entropy_rows(  # type: ignore[no-untyped-def]
         logits, row_stride, labels, losses, grads, num_columns,
-        IGNORED: tl.constexpr, WITH_GRADS: tl.constexpr, BLOCK: tl.constexpr,
+        IGNORED: tl.constexpr, WITH_GRADS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         label = tl.load(labels + row)
@@ -42,6 +43,17 @@ def _find_kernel() -> Any:
                 for start in range(0, num_columns, BLOCK):
                     at = start + columns
                     tl.store(grads + at, 0.0, mask=at < num_columns)
+        elif HELD:
+            inside = columns < num_columns
+            x = tl.load(logits + columns, mask=inside, other=-1e30).to(tl.float32)
+            top = tl.max(x, 0)
+            denominator = top + tl.log(tl.sum(tl.exp(x - top), 0))
+            picked = tl.load(logits + label).to(tl.float32)
+            tl.store(losses + row, denominator - picked)
+            if WITH_GRADS:
+                share = tl.exp(x - denominator)
+                share = tl.where(columns == label, share - 1.0, share)
+                tl.store(grads + columns, share, mask=inside)
         else:
             # Each lane keeps a maximum and a sum of its own until the row's end.
             highest = tl.full((BLOCK,), -1e30, tl.float32)
@@ -65,13 +77,12 @@ def _find_kernel() -> Any:
                     share = tl.where(at == label, share - 1.0, share)
                     tl.store(grads + at, share, mask=at < num_columns)
 
-    return rows
+    return cross_entropy_rows
 
 
 def can_use_kernel(logits: Tensor) -> bool:
     """Whether `loss_and_grads` can be asked for these."""
-    on_gpu = logits.device.type == "cuda" and logits.dtype != torch.float64
-    return on_gpu and _find_kernel() is not None
+    return HAS_TRITON and logits.device.type == "cuda" and logits.dtype != torch.float64
 
 
 def loss_and_grads(
@@ -87,9 +98,10 @@ def loss_and_grads(
     grads_CV = None
     if grad_dtype is not None:
         grads_CV = torch.empty(logits_CV.shape, dtype=grad_dtype, device=logits_CV.device)
+    held = _BLOCK < num_columns <= _LONGEST_HELD
     if num_rows:
         with torch.cuda.device(logits_CV.device):
-            _find_kernel()[(num_rows,)](
+            _kernel()[(num_rows,)](
                 logits_CV,
                 logits_CV.stride(0),
                 labels_C,
@@ -98,7 +110,8 @@ def loss_and_grads(
                 num_columns,
                 IGNORED=ignored,
                 WITH_GRADS=grads_CV is not None,
-                BLOCK=_BLOCK,
-                num_warps=_WARPS,
+                HELD=held,
+                BLOCK=1 << (num_columns - 1).bit_length() if held else _BLOCK,
+                num_warps=_WARPS_HELD if held else _WARPS,
             )
     return losses_C, grads_CV

@@ -1,0 +1,83 @@
+"""The second half of a gated MLP, whose gradient is made in one pass and keeps little.
+
+Owns: `gated_down` and the kernel of its backward pass. Does not own: the layers (decoder.py).
+
+For the backward pass only gate and up are kept; their product is made again by the same kernel
+that makes their gradients, side by side as the joined projection wants them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+@functools.cache
+def _kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def swiglu_backward_rows(  # type: ignore[no-untyped-def]
+        joined, grad, grad_joined, product, num_columns, BLOCK: tl.constexpr
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < num_columns
+        narrow, wide = row * num_columns + at, row * 2 * num_columns + at
+        gate = tl.load(joined + wide, mask=inside).to(tl.float32)
+        up = tl.load(joined + wide + num_columns, mask=inside).to(tl.float32)
+        given = tl.load(grad + narrow, mask=inside).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        slope = sigmoid + silu * (1.0 - sigmoid)
+        tl.store(grad_joined + wide, given * up * slope, mask=inside)
+        tl.store(grad_joined + wide + num_columns, given * silu, mask=inside)
+        tl.store(product + narrow, silu * up, mask=inside)
+
+    return swiglu_backward_rows
+
+
+@torch.library.custom_op("headway::swiglu_backward", mutates_args=(), device_types="cuda")
+def swiglu_backward(joined: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """From gate and up [N, 2 F] and the gradient of silu(gate) * up [N, F]: theirs, and it."""
+    joined, grad = joined.contiguous(), grad.contiguous()
+    num_rows, num_columns = grad.shape
+    grad_joined, product = torch.empty_like(joined), torch.empty_like(grad)
+    if num_rows:
+        _kernel()[(num_rows, -(-num_columns // _BLOCK))](
+            joined, grad, grad_joined, product, num_columns, BLOCK=_BLOCK, num_warps=4
+        )
+    return grad_joined, product
+
+
+@swiglu_backward.register_fake
+def _(joined: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return joined.new_empty(joined.shape), grad.new_empty(grad.shape)
+
+
+class _GatedDown(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, joined: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(joined, weight)
+        gate, up = joined.chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        joined, weight = ctx.saved_tensors
+        rows = grads[0].reshape(-1, weight.shape[0])
+        grad_joined, product = swiglu_backward(joined.flatten(0, -2), rows @ weight)
+        return grad_joined.view(joined.shape), rows.t() @ product
+
+
+def gated_down(joined: Tensor, weight: Tensor) -> Tensor:
+    """`silu(gate) * up` of `joined` [..., 2 F], projected by `weight` [D, F] of the same dtype."""
+    out: Tensor = _GatedDown.apply(joined, weight)
+    return out
