@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, cast
@@ -90,6 +91,19 @@ class CompileOptions:
                     "torch_compile_backend='inductor' needs triton on this GPU, and there is none "
                     "that works; install triton, or choose another backend ('aot_eager')"
                 )
+
+    def start_workers(self, device: torch.device) -> None:
+        """Start the processes that make kernels: they take seconds until they can.
+
+        The compiler starts them itself with its first graph, and makes kernels one after the other
+        until they are there.
+        """
+        if self.backend != "inductor" or device.type != "cuda":
+            return
+        with suppress(ImportError):  # no public name; where it has gone they start later
+            from torch._inductor.async_compile import maybe_warm_pool
+
+            maybe_warm_pool()
 
 
 def compile_module(module: nn.Module, options: CompileOptions, *, is_part: bool = False) -> None:

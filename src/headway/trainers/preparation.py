@@ -84,6 +84,9 @@ def model_source(
         logger.warning(
             "enable_activation_checkpoint_fn: without effect, since gradient_checkpointing is False"
         )
+    compiling = CompileOptions.from_args(args)
+    if compiling is not None:
+        compiling.start_workers(device)  # before the model, which takes its time as well
     source = ModelSource(
         model,
         model_init,

@@ -21,7 +21,7 @@ from headway.strategies.compilation import CompileOptions, compile_module
 from headway.strategies.forwards import put_back
 from headway.strategies.recompute import enable
 from headway.strategies.torch_settings import torch_settings
-from headway.testing import tiny_decoder, tiny_llama, tiny_trainer
+from headway.testing import tiny_dataset, tiny_decoder, tiny_llama, tiny_trainer
 
 EAGER = CompileOptions(backend="eager", full_graph=True)
 
@@ -246,6 +246,30 @@ def test_a_budget_makes_the_compiler_save_less(tmp_path):
             model(ids)["logits"].sum().backward()
         saved[budget] = sum(storages.values())
     assert saved[0.1] < 0.8 * saved[1.0]
+
+
+def test_workers_start_where_kernels_are_to_be_made(monkeypatch):
+    from torch._inductor import async_compile
+
+    started = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: started.append(1))
+    CompileOptions().start_workers(torch.device("cpu"))
+    CompileOptions(backend="aot_eager").start_workers(torch.device("cuda"))
+    assert not started
+    CompileOptions().start_workers(torch.device("cuda"))
+    assert started
+
+
+def test_a_run_of_even_and_uneven_batches_is_one_graph(tmp_path):
+    """Not one for the second step, nor for the last batch of an epoch, nor for the next epoch."""
+    options = {"torch_compile_backend": "eager", "per_device_train_batch_size": 3}
+    trainer = tiny_trainer(
+        tmp_path, torch_compile=True, mixed_precision="bf16", num_train_epochs=2, **options
+    )
+    trainer.train_dataset = tiny_dataset(8, sequence_length=16)
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert num_graphs() == 1
 
 
 def test_unknown_names_are_told_with_the_nearest(tmp_path):
