@@ -99,6 +99,9 @@ def _add_rules(parser: argparse.ArgumentParser, sync_every: int | None) -> None:
     group.add_argument("--dylu", action="store_true", help="step counts by each worker's speed")
     group.add_argument("--deadline-s", type=float, default=600.0, metavar="S")
     group.add_argument("--heartbeat-s", type=float, default=30.0, metavar="S")
+    group.add_argument(
+        "--max-uploads", type=int, default=8, metavar="N", help="bodies received at one time"
+    )
     group.add_argument("--outer-lr", type=float, default=0.7)
     group.add_argument("--momentum", type=float, default=0.9)
     group.add_argument("--no-nesterov", action="store_true")

@@ -127,7 +127,7 @@ class _Local:
         address_file.unlink(missing_ok=True)
         words = ["server", "--output-dir", str(place), "--address-file", str(address_file)]
         for name in ("workers", "mode", "sync_every", "num_fragments", "deadline_s", "heartbeat_s",
-                     "outer_lr", "momentum", "accumulate"):  # fmt: skip
+                     "max_uploads", "outer_lr", "momentum", "accumulate"):  # fmt: skip
             words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         words += ["--dylu"] * options.dylu + ["--no-nesterov"] * options.no_nesterov
         if options.min_workers is not None:

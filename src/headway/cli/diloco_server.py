@@ -34,6 +34,7 @@ def server_options(options: argparse.Namespace) -> dict[str, Any]:
         "dylu": options.dylu,
         "deadline_s": options.deadline_s,
         "heartbeat_s": options.heartbeat_s,
+        "max_uploads": options.max_uploads,
         "outer_lr": options.outer_lr,
         "outer_momentum": options.momentum,
         "nesterov": not options.no_nesterov,

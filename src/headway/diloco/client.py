@@ -63,7 +63,7 @@ class Address:
 
 def parse_address(text: str) -> Address:
     """`host:port`, `[v6]:port`, with or without http:// or https://; else `ConfigError`."""
-    match = _ADDRESS.fullmatch(text.strip())
+    match = _ADDRESS.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or not 0 < int(match[3]) < 65536:
         raise ConfigError(
             f"server_addr: {text!r} given; allowed: HOST:PORT with a port from 1 to 65535, such as "

@@ -356,4 +356,9 @@ def _look_at(model: Model) -> tuple[Specification | None, Mapping[str, Tensor] |
         model = ParameterView(model, SoloRanks())
     if isinstance(model, ParameterView):
         return model.specification, model.read_on_leader()
+    if not isinstance(model, Mapping):
+        raise ConfigError(
+            f"model: {type(model).__name__} given; allowed: a module, named tensors, a "
+            "Specification, or none, for what the first worker has"
+        )
     return Specification.of(model), model

@@ -92,7 +92,7 @@ class Spool:
         self._kept = False
 
     def __enter__(self) -> Spool:
-        os.makedirs(os.path.dirname(self.path), exist_ok=True)  # somebody may have tidied up
+        Path(self.path).parent.mkdir(exist_ok=True)  # somebody may have tidied up
         self._file = open(self.path, "xb", buffering=0)
         return self
 

@@ -119,7 +119,15 @@ class Ledger:
                 break
             logger.error("passing over a damaged state: %s", "; ".join(problems))
         else:
-            raise CheckpointError(f"{self.folder} holds no state that is whole")
+            raise CheckpointError(
+                f"{self.folder} holds no state that is whole, but a server has worked here: put "
+                "its export-* folders back, or begin in another output_dir"
+            )
+        if not records and found.step > 0:  # the first state comes before the first line
+            raise CheckpointError(
+                f"{self.folder / LEDGER_NAME} is gone, but {found.path.name} is there: put it "
+                f"back, or begin in another output_dir (with the model of {found.path})"
+            )
         said = read_json_object(found.path / STATE_NAME)
         state = _read_state(found.path, said)
         self._current, self.settings = found, said["settings"]
@@ -158,6 +166,10 @@ class Ledger:
         book: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Make a round permanent; returns its line of the ledger. After an error it is not."""
+        if not (self.folder / LEDGER_NAME).exists():
+            raise CheckpointError(
+                f"{self.folder / LEDGER_NAME} is gone: without it nothing is committed any more"
+            )
         self._pay()
         parts = []
         for body, said in bodies:
@@ -370,7 +382,10 @@ def replay(folder: str | Path) -> State:
     server that ran with `keep_submissions`.
     """
     root = Path(folder).absolute()
-    text = (root / LEDGER_NAME).read_bytes()
+    try:
+        text = (root / LEDGER_NAME).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{root} is no server's folder: {error}") from None
     records = check_chain(text[: text.rfind(b"\n") + 1].splitlines(), root / LEDGER_NAME)
     first = root / "export-0"
     state = _read_state(first, read_json_object(first / STATE_NAME))

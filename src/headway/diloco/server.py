@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -28,6 +27,7 @@ from headway.diloco.core import Core, Model
 from headway.diloco.credentials import Tokens, WorkerGuard, choose_tokens, keep_token, make_tls
 from headway.diloco.delivery import send_body
 from headway.diloco.intake import Places, Spool, drain, read_body
+from headway.diloco.refusals import HANDLED, explain
 from headway.diloco.registration import MOST_LAYOUT_BYTES, read_layout_json
 from headway.diloco.request_fields import (
     MOST_STEPS,
@@ -39,7 +39,7 @@ from headway.diloco.request_fields import (
     parse_registration,
 )
 from headway.diloco.rounds import Refusal, Submission, Worker, receipt_of
-from headway.diloco.server_options import ServerOptions
+from headway.diloco.server_options import make_options
 from headway.diloco.wire import CONTENT_TYPE, Header, Reader, WireError
 from headway.errors import ConfigError
 
@@ -55,7 +55,6 @@ PREFIX = "/diloco/v1"
 MOST_WAIT_S = 25.0
 _MOST_BODY_BYTES = 1 << 44
 """What the head of a request may announce; the header of the body is held to the model's size."""
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _TICK_S = 0.25
 _RETRY_S = 1.0
 
@@ -85,7 +84,7 @@ class DiLoCoServer(GuardedServer):
         tls_key: str | None = None,
         **options: Any,
     ) -> None:
-        self.options = ServerOptions(**options)
+        self.options = make_options(options)
         self.most_connections = max(128, 4 * self.options.num_workers + 64)
         self._disable_auth = disable_auth
         self._given = choose_tokens(token, token_file, disable_auth)
@@ -260,26 +259,14 @@ class DiLoCoServer(GuardedServer):
             try:
                 check_version(request.headers.get(VERSION_HEADER))
                 return await handler(request)
-            except Refusal as error:
-                status, reason, words, more = error.status, error.reason, error.message, error.more
-            except WireError as error:
-                kinds = {422: "shape", 413: "too_large", 426: "version"}
-                reason = kinds.get(error.status, "bad_request")
-                status, words, more = error.status, error.reason, {}
-            except BadRequest as error:
-                status, words, more = error.status, error.message, dict(error.valid)
-                reason = str(more.pop("reason", "bad_request"))
-            except ConfigError as error:
-                status, reason, words, more = 422, "bad_request", str(error), {}
-            except OSError as error:
-                if error.errno not in _NO_ROOM:
+            except HANDLED as error:
+                found = explain(error)
+                if found is None:
                     raise
-                logger.error("a body cannot be kept: %s", error)
-                status, reason, words, more = 503, "no_room", "the server's disk is full", {}
             counts = self.core.book.num_refused
-            counts[reason] = counts.get(reason, 0) + 1
+            counts[found.reason] = counts.get(found.reason, 0) + 1
             await drain(request)
-            raise BadRequest(status, words, reason=reason, **more)
+            raise BadRequest(found.status, found.words, reason=found.reason, **found.more)
 
         return answer
 

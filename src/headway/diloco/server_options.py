@@ -6,7 +6,8 @@ Owns: defaults and allowed values. Does not own: what they do (rounds.py, outer.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from headway.diloco.rounds import MODES, Rules
@@ -79,6 +80,11 @@ class ServerOptions:
             for name in _POSITIVE
             if (value := getattr(self, name)) is not None and not _is_positive(value)
         ]
+        problems += [
+            f"{name}={value!r}: allowed is true or false"
+            for name in _FLAGS
+            if not isinstance(value := getattr(self, name), bool)
+        ]
         if self.mode not in MODES:
             problems.append(unknown("mode", self.mode, MODES))
         if not problems and self.min_workers > self.num_workers:
@@ -123,7 +129,9 @@ class ServerOptions:
         if self.accumulate not in ("float32", "float64"):
             problems.append(unknown("accumulate", self.accumulate, ("float32", "float64")))
         delay = self.num_workers if self.async_delay is None else self.async_delay
-        if not 0 <= self.async_spread <= 1 / delay:
+        spread = self.async_spread
+        is_number = isinstance(spread, int | float) and not isinstance(spread, bool)
+        if not is_number or not 0 <= spread <= 1 / delay:
             problems.append(
                 f"async_spread={self.async_spread!r}: allowed is a number from 0 to 1/{delay}, "
                 "one part of async_delay"
@@ -164,6 +172,20 @@ _POSITIVE = (
     "max_norm_ratio",
     "upload_timeout_s",
 )
+
+
+_FLAGS = ("dylu", "nesterov", "keep_submissions")
+
+
+def make_options(given: Mapping[str, Any]) -> ServerOptions:
+    """From arguments by name; a name that there is not, or that is missing, is a mistake too."""
+    allowed = [field.name for field in fields(ServerOptions)]
+    problems = [unknown("option", name, allowed) for name in given if name not in allowed]
+    if "num_workers" not in given:
+        problems.append("num_workers: not given; allowed is a whole number of 1 or more")
+    if problems:
+        raise ConfigError(problems)
+    return ServerOptions(**given)
 
 
 def _is_positive(value: Any) -> bool:

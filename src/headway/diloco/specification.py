@@ -53,9 +53,9 @@ class Specification:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any], *, frozen: Iterable[str] = ()) -> Specification:
-        """The specification of named tensors."""
+        """The specification of named tensors; `ConfigError` if some cannot travel."""
         kept = set(frozen)
-        return cls(
+        found = cls(
             {
                 name: Entry(
                     tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), name not in kept
@@ -63,6 +63,9 @@ class Specification:
                 for name, tensor in tensors.items()
             }
         )
+        for item in found.layout:
+            _check_item(item)
+        return found
 
     @property
     def layout(self) -> list[list[Any]]:
@@ -166,8 +169,10 @@ def _check_item(item: Any) -> str:
         raise ConfigError(f"{name}: a shape holds whole numbers of 0 or more")
     if math.prod(shape) > _MOST_ELEMENTS:
         raise ConfigError(f"{name}: its shape has too many elements")
-    if dtype not in _DTYPES or type(travels) is not bool:
-        raise ConfigError(f"{name}: its dtype is one of {', '.join(_DTYPES)}, and a true or false")
+    if dtype not in _DTYPES:
+        raise ConfigError(f"{name}: dtype {str(dtype)[:32]!r}; allowed: {', '.join(_DTYPES)}")
+    if type(travels) is not bool:
+        raise ConfigError(f"{name}: whether it travels is true or false")
     return name
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from headway.diloco.specification import MOST_TENSORS, canonical_json
+from headway.errors import ConfigError
 
 MAGIC = b"HWDL"
 VERSION = 1
@@ -102,7 +103,11 @@ def compose(meta: Mapping[str, Any], payloads: Mapping[str, Payload]) -> Message
     _check_meta(header["meta"])
     header["digest"] = xxhash.xxh3_128_hexdigest(canonical_json(header))
     text = canonical_json(header)
-    assert len(text) <= MOST_HEADER_BYTES and len(payloads) <= MOST_TENSORS
+    if len(text) > MOST_HEADER_BYTES or len(payloads) > MOST_TENSORS:
+        raise ConfigError(
+            f"{len(payloads)} tensors need a header of {len(text)} bytes; allowed: {MOST_TENSORS} "
+            f"tensors in {MOST_HEADER_BYTES} bytes (more fragments have fewer each)"
+        )
     head = _PREFIX.pack(MAGIC, VERSION, len(text)) + text
     return Message(head, header["digest"], tuple(payloads.values()))
 

@@ -210,13 +210,35 @@ def test_nothing_begins_anew_over_what_is_damaged(folder: Path) -> None:
     core.close()
     ledger = (folder / LEDGER_NAME).read_bytes()
     (folder / LEDGER_NAME).unlink()
-    with pytest.raises(CheckpointError, match="ends at round -1"):
+    with pytest.raises(CheckpointError, match=r"ledger.jsonl is gone, but export-1 is there"):
         make_core(folder)
     (folder / LEDGER_NAME).write_bytes(ledger)
     for number in (0, 1):
         (folder / f"export-{number}" / "checkpoint_manifest.json").unlink()
     with pytest.raises(CheckpointError, match="no state that is whole"):
         make_core(folder)
+
+
+def test_a_ledger_that_is_deleted_under_a_server_is_not_begun_anew(folder: Path) -> None:
+    """A line without those before it would be taken for a forged one at the next start."""
+    core = make_core(folder)
+    do_round(core, 1)
+    ledger = (folder / LEDGER_NAME).read_bytes()
+    (folder / LEDGER_NAME).unlink()
+    with pytest.raises(CheckpointError, match="without it nothing is committed any more"):
+        do_round(core, 2)
+    (folder / LEDGER_NAME).write_bytes(ledger)
+    core.book.reopen(0, 0.0)
+    job = core.start_round(0)
+    assert core.carry_out(job) is not None
+    core.close()
+    assert [r["commit"] for r in lines_of(folder)] == [0, 1, 2]
+
+
+def test_a_folder_that_is_no_servers_is_told_plainly(folder: Path) -> None:
+    for place in (folder, folder / "none"):
+        with pytest.raises(CheckpointError, match="is no server's folder"):
+            replay(place)
 
 
 @pytest.mark.parametrize("part", [0.0, 0.5])

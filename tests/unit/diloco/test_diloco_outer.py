@@ -203,6 +203,8 @@ def test_nothing_that_is_given_is_changed() -> None:
         ({"async_spread": 0.6}, "async_spread=0.6: allowed is a number from 0 to 1/2"),
         ({"max_update_norm": -1.0}, "max_update_norm=-1.0"),
         ({"num_workers": 2.0}, "num_workers=2.0"),
+        ({"async_spread": "much"}, "async_spread='much'"),
+        ({"nesterov": "no"}, "nesterov='no': allowed is true or false"),
     ],
 )
 def test_a_servers_options_are_checked(options: dict, words: str) -> None:

@@ -470,12 +470,15 @@ def test_the_token_that_was_made_is_kept_for_its_owner_alone(running: Any, folde
         ({"num_workers": 0}, "num_workers=0"),
         ({"num_fragments": 5}, "num_fragments=5: allowed are 1 to 4"),
         ({"port": 99999999}, "port"),
+        ({"min_worker": 1}, "unknown option 'min_worker'; did you mean 'min_workers'"),
+        ({"model": 3}, "model: int given"),
+        ({"model": {"w": torch.ones(3, dtype=torch.int64)}}, "w: dtype 'int64'; allowed: float32"),
     ],
 )
 def test_mistakes_are_told_before_it_listens(folder: Path, options: dict, words: str) -> None:
-    given = {"output_dir": folder / "run", "num_workers": 1, **options}
+    given = {"model": MODEL, "output_dir": folder / "run", "num_workers": 1, **options}
     with pytest.raises(ConfigError, match=words):
-        DiLoCoServer(MODEL, **given).start()
+        DiLoCoServer(**given).start()
 
 
 @pytest.mark.parametrize(
@@ -719,6 +722,20 @@ def test_a_body_that_somebody_has_deleted_is_asked_for_again(
     assert (answer["state"], answer["submitted"]) == ("open", False)
     player.submit(message)  # the folder is there again
     assert player.wait(wait_s=20)["counted"]
+
+
+def test_a_folder_that_is_deleted_under_a_server_is_told_to_the_workers(
+    running: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = running(num_workers=1)
+    player = Player(server, "a")
+    shutil.move(folder / "run", folder / "elsewhere")
+    with pytest.raises(Unreachable, match="folder cannot be written to"):
+        player.submit(player.message())
+    assert "Traceback" not in caplog.text and not (folder / "run").exists()
+    shutil.move(folder / "elsewhere", folder / "run")
+    player.submit(player.message())
+    assert player.wait()["counted"]
 
 
 def test_a_body_that_does_not_fit_on_the_disk_can_be_sent_again(

@@ -294,3 +294,9 @@ def test_the_wire_needs_no_torch() -> None:
 def test_a_payload_has_the_length_of_its_shape() -> None:
     with pytest.raises(AssertionError):
         Payload("float32", (2,), memoryview(b"1234"))
+
+
+def test_a_model_of_too_many_tensors_is_a_mistake_and_no_crash() -> None:
+    nothing = Payload("float32", (0,), memoryview(b""))
+    with pytest.raises(ConfigError, match="60000 tensors need a header of"):
+        compose({}, {f"layers.{n}.{'w' * 64}": nothing for n in range(60_000)})
