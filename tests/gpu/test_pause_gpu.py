@@ -20,6 +20,7 @@ from headway.testing import tiny_dataset
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 NUM_STEPS = 12
 PAUSE_AT = 5
+WORKSPACE_BYTES = 80 << 20
 
 
 class Visitor(TrainerCallback):
@@ -85,8 +86,9 @@ def test_the_gpu_is_free_in_a_pause_and_the_result_is_the_same(
     assert paused.state.global_step == NUM_STEPS
     state_bytes = 3 * 4 * sum(p.numel() for p in paused.model.parameters())
     assert visitor.seen["before"] > state_bytes
-    assert visitor.seen["paused"] < 0.05 * visitor.seen["before"], visitor.seen
-    assert visitor.seen["reserved"] < 0.2 * visitor.seen["before"], visitor.seen
+    # What is left does not grow with the model: the workspace of torch's matrix products.
+    assert visitor.seen["paused"] < WORKSPACE_BYTES, visitor.seen
+    assert visitor.seen["reserved"] < 2 * WORKSPACE_BYTES, visitor.seen
     plain = train(tmp_path / "plain", torch_compile=compiled)
     for (name, one), other in zip(paused.model.named_parameters(), plain.model.parameters()):
         assert torch.equal(one, other), name
