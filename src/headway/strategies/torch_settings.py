@@ -54,6 +54,10 @@ def torch_settings(args: TrainingArguments) -> Iterator[None]:
         if args.dynamo_recompile_limit is not None:
             limit = args.dynamo_recompile_limit
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
+        if args.torch_compile and args.torch_compile_dynamic:
+            # With shapes that change the compiler also takes numbers, such as the epsilon of a
+            # norm, for changing ones, finds that they cannot be, and does all of it again.
+            stack.enter_context(torch._dynamo.config.patch(specialize_float=True))
         if args.activation_memory_budget is not None:
             from torch._functorch import config
 

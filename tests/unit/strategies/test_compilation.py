@@ -272,6 +272,13 @@ def test_a_run_of_even_and_uneven_batches_is_one_graph(tmp_path):
     assert num_graphs() == 1
 
 
+def test_a_number_in_a_block_does_not_double_the_work(tmp_path):
+    """Dynamic shapes would make an input of it, and then take that back and start again."""
+    joint = counters["aot_autograd"]
+    losses_of(tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
+    assert joint["total"] == 1 and num_graphs() == 1
+
+
 def test_unknown_names_are_told_with_the_nearest(tmp_path):
     with pytest.raises(ConfigError, match="torch_compile_backend 'inductr'; did you mean 'induct"):
         tiny_trainer(tmp_path, torch_compile=True, torch_compile_backend="inductr")
