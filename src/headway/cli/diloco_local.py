@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     from headway.config.load import load_run
     from headway.diloco.options import WorkerOptions
 
-    problems = []
+    problems: list[str] = []
     for check in (
         lambda: server_options(options),
         lambda: WorkerOptions(
@@ -50,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
         try:
             check()
         except ConfigError as error:
-            problems += [text for text in error.problems if text not in problems]
+            told = {_option_of(text) for text in problems}
+            problems += [text for text in error.problems if _option_of(text) not in told]
     if problems:
         raise ConfigError(problems)
     run_config = load_run(options.config, options.overrides)
@@ -59,6 +61,11 @@ def run(options: argparse.Namespace) -> int:
     local = _Local(options, folder, max(0, run_config.args.seed))
     with local.taking_signals():
         return local.run()
+
+
+def _option_of(problem: str) -> str:
+    """Which option a message is of: server and worker say of the same one the same."""
+    return re.split("[=:]", problem, maxsplit=1)[0]
 
 
 @dataclass

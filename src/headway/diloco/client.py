@@ -26,6 +26,7 @@ from headway.diloco.faults import (
     IdTaken,
     ModelMismatch,
     NotAllowed,
+    NotThere,
     Refused,
     RoundOver,
     UnknownSession,
@@ -217,11 +218,12 @@ class DiLoCoClient:
                 0, f"{self.address}: its certificate is not trusted: {error.verify_message}"
             ) from None
         except socket.gaierror as error:
-            raise Unreachable(
+            raise NotThere(
                 f"{self.address}: {self.address.host!r} is no known host ({error.strerror})"
             ) from None
         except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(f"{self.address} does not answer: {_describe(error)}") from None
+            kind = NotThere if isinstance(error, ConnectionRefusedError) else Unreachable
+            raise kind(f"{self.address} does not answer: {_describe(error)}") from None
 
     def _open(self, silence_s: float) -> http.client.HTTPConnection:
         host, port = self.address.host, self.address.port

@@ -18,6 +18,10 @@ class Unreachable(DiLoCoError):
     """No answer, or none that can be trusted; asking again may help."""
 
 
+class NotThere(Unreachable):
+    """There was no connection: nothing was sent."""
+
+
 class Busy(Unreachable):
     """The server is there, and has no place for a body just now."""
 

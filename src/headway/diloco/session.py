@@ -24,6 +24,7 @@ from headway.diloco.faults import (
     MISTAKES,
     DiLoCoError,
     IdTaken,
+    NotThere,
     Refused,
     UnknownSession,
     Unreachable,
@@ -88,17 +89,25 @@ class Session:
             self._claim = remembered.get("claim") or secrets.token_hex(16)
             self._remember()
         patience_s = time.monotonic() + _MISSED * self._heartbeat_s
-        while True:
-            try:
-                return self._register(previous)
-            except Unreachable:
-                attempts -= 1
-                if attempts <= 0 or not backoff.wait():
-                    raise
-            except IdTaken:
-                over = previous is None or time.monotonic() > patience_s
-                if over or self.stopping.wait(min(1.0, 5 * self.first_pause_s)):
-                    raise
+        try:
+            while True:
+                try:
+                    return self._register(previous)
+                except Unreachable as error:
+                    attempts -= 1
+                    if attempts <= 0:
+                        raise
+                    logger.warning("DiLoCo: %s; it is asked again", error)
+                    if not backoff.wait():
+                        raise
+                except IdTaken:
+                    over = previous is None or time.monotonic() > patience_s
+                    if over or self.stopping.wait(min(1.0, 5 * self.first_pause_s)):
+                        raise
+        except (Refused, NotThere):
+            if not remembered and self.session is None:
+                self._forget()
+            raise
 
     def _register(self, earlier: str | None) -> dict[str, Any]:
         with self._lock:
@@ -162,6 +171,14 @@ class Session:
             beside.replace(self._file)
         except OSError as error:
             logger.warning("DiLoCo: the session is not kept in %s: %s", self._file, error)
+
+    def _forget(self) -> None:
+        """The server has nothing of this worker: there is nothing to take back."""
+        self._claim = None
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.unlink()
+                self._file.parent.rmdir()  # unless there is something in it
 
     # -- signs of life ----------------------------------------------------------------------
 

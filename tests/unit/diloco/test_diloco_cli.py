@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -93,36 +97,90 @@ def test_mistakes_and_status_import_no_torch(here: Path) -> None:
         assert_no_import(["headway", "diloco", *words], returncode=code, cwd=here)
 
 
-@pytest.mark.parametrize("case", ["nobody", "unknown-host", "token", "fragments", "model"])
+MISTAKES = {
+    "nobody": "nothing listens there",
+    "unknown-host": "'kite.invalid' is no known host",
+    "no-token": "there is no token",
+    "token": "it is not one that this server knows",
+    "version": "this server speaks version 1 of the protocol, not '2'",
+    "fragments": "num_fragments=3: allowed are 1 to 2",
+    "other-fragments": "num_fragments=2: this server works with 1",
+    "model": "it is not this server's model",
+    "dtype": "lm_head.weight is float32 [64, 16] instead of bfloat16 [64, 16]",
+    "id": "a worker 'worker-0' is there already",
+    "no-server": "this is no DiLoCo server",
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
 def test_a_worker_that_cannot_take_part_ends_with_2_before_it_trains(
-    here: Path, capsys: pytest.CaptureFixture[str], case: str
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    model = toy_model() if case == "model" else None
-    auth = {"disable_auth": False, "token": TOKEN} if case == "token" else {}
+    model = {"model": toy_model, "dtype": lambda: load_first_model("run.yaml").bfloat16()}
+    auth = {"disable_auth": False, "token": TOKEN} if "token" in case else {}
     (here / "token").write_text("w" * 40)
     (here / "token").chmod(0o600)
-    with serving(here / "server", model, **auth) as server:
+    more = {
+        "token": ["--token-file", "token"],
+        "fragments": ["--num-fragments", "3", "--sync-every", "6"],
+        "other-fragments": ["--num-fragments", "2", "--sync-every", "6"],
+        "id": ["--worker-id", "worker-0"],
+    }.get(case, [])
+    if case == "version":
+        monkeypatch.setattr("headway.diloco.client.PROTOCOL", 2)
+    first = model[case]() if case in model else None
+    with ExitStack() as stack:
+        server = stack.enter_context(serving(here / "server", first, **auth))
+        if case == "id":
+            other = ToyWorker(server.address, model=load_first_model("run.yaml"), comm="bf16")
+            stack.enter_context(stopped(other.start()))
         address = {
             "nobody": f"127.0.0.1:{closed_port()}",
             "unknown-host": "kite.invalid:7650",
+            "no-server": f"127.0.0.1:{stack.enter_context(answering_404())}",
         }.get(case, server.address)
-        more = {
-            "token": ["--token-file", "token"],
-            "fragments": ["--num-fragments", "3", "--sync-every", "6"],
-        }.get(case, [])
         words = ["worker", "run.yaml", "--server", address, *more]
         words += ["--callbacks=[{class_path: DiLoCoCallback, init_args: {max_sync_retries: 0}}]"]
         assert main(["diloco", *words]) == 2
+        assert server.core.totals.num_rounds == 0
     err = capsys.readouterr().err
-    told = {
-        "nobody": "nothing listens there",
-        "unknown-host": "'kite.invalid' is no known host",
-        "token": "it is not one that this server knows",
-        "fragments": "num_fragments=3: allowed are 1 to 2",
-        "model": "it is not this server's model",
-    }[case]
-    assert told in err and "Traceback" not in err
-    assert not (here / "out").exists() or not list((here / "out").glob("checkpoint-*"))
+    assert MISTAKES[case] in err and "Traceback" not in err
+    assert not (here / "out").exists()
+
+
+@contextmanager
+def answering_404() -> Iterator[int]:
+    """Some other server of the web; its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+def test_a_server_that_is_asked_again_is_told_of_meanwhile(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = "{max_sync_retries: 2, first_retry_s: 0.01}"
+    words = ["worker", "run.yaml", "--server", f"127.0.0.1:{closed_port()}"]
+    words += [f"--callbacks=[{{class_path: DiLoCoCallback, init_args: {own}}}]"]
+    assert main(["diloco", *words]) == 2
+    assert capsys.readouterr().err.count("it is asked again") == 2
+
+
+def test_a_run_file_with_the_callback_and_no_address_says_once_that_it_trains_alone(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "run.yaml", "-v", "--callbacks=[{class_path: DiLoCoCallback}]"]
+    assert main(words) == 0
+    assert capsys.readouterr().err.count("DiLoCoCallback: not active") == 1
 
 
 # What works
