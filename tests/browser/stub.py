@@ -78,7 +78,7 @@ class Stub:
     def __init__(self, *runs: dict[str, Any], standalone: bool = True) -> None:
         self.runs, self.standalone = list(runs), standalone
         self.keys = ["loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second"]
-        self.keys += ["mfu", "peak_mem", "grad_norm/layers.0"]
+        self.keys += ["mfu", "peak_mem", "f1/layers.0,1"]
         self.curve = falling
         self.status: dict[str, Any] = {}
         self.config: dict[str, Any] = {"args.learning_rate": 3e-4, "model.hidden_size": 64}
@@ -127,7 +127,7 @@ class Stub:
         elif request.method == "POST":
             self._take(route, json.loads(request.post_data))
         else:
-            query = {k: v[0] for k, v in parse_qs(urlsplit(request.url).query).items()}
+            query = parse_qs(urlsplit(request.url).query)
             value = self._read(path.removeprefix("/api/").split("/"), query, TOKENS[token])
             self._send(route, value, 200 if value is not None else 404)
 
@@ -157,7 +157,7 @@ class Stub:
             return
         self._send(route, {"id": body["id"], "command": body["command"], "state": "accepted"})
 
-    def _read(self, parts: list[str], query: dict[str, str], role: str) -> Any:
+    def _read(self, parts: list[str], query: dict[str, list[str]], role: str) -> Any:
         match parts:
             case ["session"]:
                 return {"role": role, "standalone": self.standalone, "version": "0"}
@@ -181,11 +181,13 @@ class Stub:
                 }
         return None
 
-    def _about(self, run: dict[str, Any], what: str, query: dict[str, str]) -> Any:
+    def _about(self, run: dict[str, Any], what: str, query: dict[str, list[str]]) -> Any:
         if what == "keys":
             return {"keys": [{"name": key} for key in self.keys], "x": ["step", "tokens", "time"]}
         if what == "series":
-            return {"x": query["x"], "series": self._series(run, query), "until": 0}
+            asked = {name: values[0] for name, values in query.items()}
+            series = self._series(run, query["key"], asked)
+            return {"x": asked["x"], "series": series, "until": 0}
         if what == "status":
             return {"status": "training", "global_step": run["step"], **self.status}
         if what == "config":
@@ -194,11 +196,13 @@ class Stub:
             return self.post_mortem
         return {what: getattr(self, what)}
 
-    def _series(self, run: dict[str, Any], query: dict[str, str]) -> dict[str, Any]:
+    def _series(
+        self, run: dict[str, Any], keys: list[str], query: dict[str, str]
+    ) -> dict[str, Any]:
         scale = {"step": 1, "tokens": 4096, "time": 0.5}[query["x"]]
         low, high = float(query.get("from", "-inf")), float(query.get("to", "inf"))
         series = {}
-        for key in query["keys"].split(","):
+        for key in keys:
             x, y = self.curve(run, key)
             kept = [(a * scale, b) for a, b in zip(x, y) if low <= a * scale <= high]
             thin = kept[:: max(1, len(kept) // int(query["points"]))]

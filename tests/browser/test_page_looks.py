@@ -239,13 +239,16 @@ def test_other_metrics_by_choice(open_page: Any, stub: Stub) -> None:
     page.click("#metrics summary")
     page.fill("#metric-filter", "layers")
     page.check("#metric-list input")
-    expect(page.locator(".plot[data-key='grad_norm/layers.0']")).to_be_attached()
+    # A name with a comma is one name all the way.
+    plot = page.locator(".plot[data-key='f1/layers.0,1']")
+    plot.scroll_into_view_if_needed()
+    expect(plot.locator(".scatterlayer path").first).to_be_attached()
     page.fill("#metric-filter", "")
     page.uncheck("#metric-list li:has-text('mfu') input")
     expect(page.locator(".plot[data-key=mfu]")).to_have_count(0)
     page.click("#metric-reset")
     expect(page.locator(".plot[data-key=mfu]")).to_be_attached()
-    expect(page.locator(".plot[data-key='grad_norm/layers.0']")).to_have_count(0)
+    expect(page.locator(".plot[data-key='f1/layers.0,1']")).to_have_count(0)
 
 
 def test_everything_works_from_the_keyboard(open_page: Any, stub: Stub, shoot: Any) -> None:

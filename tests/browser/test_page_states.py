@@ -124,6 +124,27 @@ def test_a_run_that_ended_badly_says_so(open_page: Any, name: str, told: str) ->
     expect(page.locator("#commands")).to_be_hidden()
 
 
+def test_a_run_that_died_without_a_word_says_how_to_go_on(open_page: Any) -> None:
+    page, stub = open_page(), Stub(make_run("one", "lost", post_mortem=True))
+    stub.post_mortem = {"error_type": "lost", "error": "process 7 on vm is gone", "step": 12}
+    stub.post_mortem |= {"culprit_rank": None, "resume_command": "headway train run.yaml"}
+    stub.open(page)
+    page.click("#tab-post_mortem")
+    told = page.locator("#panel-post_mortem")
+    expect(told).to_contain_text("The run died without a word")
+    expect(told).to_contain_text("headway train run.yaml")
+
+
+def test_a_run_that_is_about_to_be_held_says_so(open_page: Any) -> None:
+    page, stub = open_page(), Stub(make_run("one"))
+    stub.status["status"] = "pausing"
+    stub.open(page)
+    expect(page.locator("#run-state")).to_have_text("pausing")
+    expect(page.locator("#run-note")).to_contain_text("what is under way is done first")
+    expect(page.locator("[data-command=resume]")).to_be_visible()
+    expect(page.locator("[data-command=pause]")).to_have_count(0)
+
+
 def test_an_empty_run_says_what_will_come(open_page: Any) -> None:
     page = open_page()
     stub = Stub(make_run("one", step=0, max_steps=None, latest={}, epoch=None))
@@ -145,7 +166,7 @@ def test_without_plotly_the_rest_works(open_page: Any) -> None:
     page, stub = open_page(allow=("404", "plotly")), Stub(make_run("one"))
     stub.plotly = "absent"
     stub.open(page)
-    expect(page.locator(".plot").first).to_contain_text("pip install 'headway[plot]'")
+    expect(page.locator(".plot").first).to_contain_text("pip install 'headway[dashboard]'")
     page.click("#tab-config")
     expect(page.locator("#panel-config")).to_contain_text("model.hidden_size")
 

@@ -168,8 +168,9 @@ def test_a_killed_job_misleads_nobody_and_its_successor_is_found(
     process.send_signal(signal.SIGKILL)
     process.wait(60)
     assert "is gone" in send("save", "steered-1", code=3)["error"]
-    assert send("save", code=3)["error"] == "no job is running"
-    assert json.loads(call("jobs", "--json")[0])["jobs"][0]["status"] == "gone"
+    assert "JOB is missing, and no job is running" in send("save", code=2)["error"]
+    (gone,) = json.loads(call("jobs", "--json")[0])["jobs"]
+    assert gone["status"] == "gone" and gone["post_mortem"]["error_type"] == "lost"
     with started(sys.executable, "train.py", cwd=folder, ask=False) as again:
         wait_for_job(again, "steered-1")
         (found,) = json.loads(call("jobs", "--json")[0])["jobs"]

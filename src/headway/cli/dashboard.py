@@ -76,12 +76,16 @@ def _check(options: argparse.Namespace) -> None:
     if not 0 <= options.port <= 65535:
         problems.append(f"--port: must be 0 to 65535, got {options.port}")
     for folder in map(Path, options.folders):
-        if not folder.is_dir():
-            siblings = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
-            hint = nearest(folder.name, siblings)
+        if folder.exists() and not folder.is_dir():
+            problems.append(
+                f"RUN_DIR: {folder} is a file; allowed: a run's folder (its output_dir), or one "
+                "that holds some"
+            )
+        elif not folder.exists():
+            beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+            hint = nearest(folder.name, [path.name for path in beside if path.is_dir()])
             did_you_mean = f"; did you mean {folder.parent / hint}?" if hint else ""
-            what = "is not a folder" if folder.exists() else "does not exist"
-            problems.append(f"RUN_DIR: {folder} {what}{did_you_mean}")
+            problems.append(f"RUN_DIR: {folder} does not exist{did_you_mean}")
     if problems:
         raise ConfigError(problems)
 

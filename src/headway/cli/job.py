@@ -3,8 +3,8 @@
 Owns: the shell's words for commands, which job is meant, and what is printed. Does not own: the
 commands and what they take (control/schema.py), nor talking to a job (control/client.py).
 
-Exit codes: 0 done, 2 a mistake in the command (or it was not confirmed), 3 the job is gone or does
-not answer in time, 4 the run refused.
+Exit codes: 0 done, 2 a mistake in the command, a job that nobody knows, or it was not confirmed, 3
+the job is gone or does not answer in time, 4 the run refused.
 """
 
 from __future__ import annotations
@@ -117,8 +117,6 @@ def run(options: argparse.Namespace) -> int:
         _check(options, data)
         try:
             client = _open(job_words, options)
-            if client is None:
-                return GONE
             if options.action == "status":
                 _show_status(client.status(), as_json=options.json)
             elif options.action == "tail":
@@ -161,13 +159,14 @@ def _mistakes_as_json(wanted: bool) -> Iterator[None]:
 def _split_words(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     """Which words name the job, and the command's fields.
 
-    A single word of a command that takes a value is that value, unless an option stands for it.
+    A single word of a command that takes a value is that value, unless an option stands for it, or
+    the value would be a number and the word is none.
     """
     words, action = list(options.words), options.action
     value: str | None = None
     name, instead = _VALUES.get(action, (None, None))
     replaced = instead is not None and getattr(options, instead) is not None
-    if name is not None and len(words) > replaced:
+    if name is not None and len(words) > replaced and not _is_job_alone(action, words):
         value = words.pop()
     if len(words) > 1:
         expected = "JOB" if name is None else f"JOB and {name}"
@@ -197,6 +196,11 @@ def _split_words(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]
     return words, {key: field for key, field in fields.items() if field is not None}
 
 
+def _is_job_alone(action: str, words: list[str]) -> bool:
+    is_number = not isinstance(_read_number(words[-1]), str)
+    return len(words) == 1 and _VALUES[action][1] is not None and not is_number
+
+
 def _read_number(word: str) -> Any:
     """A number; what is none stays text, for the schema to refuse in its own words."""
     for kind in (int, float):
@@ -209,10 +213,19 @@ def _read_number(word: str) -> Any:
 
 def _check(options: argparse.Namespace, data: dict[str, Any]) -> None:
     """Before anything is asked of a job: the command is one that it could take."""
+    from headway.control.schema import COMMANDS as KINDS
     from headway.control.schema import BadRequest, check_data
 
     if options.action not in COMMANDS:
         return
+    name, option = _VALUES.get(options.action, (None, None))
+    kind = KINDS[COMMANDS[options.action]]
+    num_given = sum(key in data for key in kind.exactly_one_of)
+    if option is not None and num_given != 1:
+        raise ConfigError(
+            f"headway job {options.action}: {'both' if num_given else 'neither'} given of {name} "
+            f"and --{option}; allowed: one of them"
+        )
     try:
         check_data(COMMANDS[options.action], data)
     except BadRequest as error:
@@ -222,9 +235,9 @@ def _check(options: argparse.Namespace, data: dict[str, Any]) -> None:
         raise ConfigError(f"--timeout: {timeout_s!r} given; allowed: seconds, above 0")
 
 
-def _open(words: list[str], options: argparse.Namespace) -> Client | None:
-    """The job that is named, or the only one that runs; None where there is none."""
-    from headway.cli.messages import print_json, say_error, write_line
+def _open(words: list[str], options: argparse.Namespace) -> Client:
+    """The job that is named, or the only one that runs."""
+    from headway.cli.messages import write_line
     from headway.control.client import Client
     from headway.control.discovery import list_jobs
 
@@ -232,10 +245,7 @@ def _open(words: list[str], options: argparse.Namespace) -> Client | None:
         return Client(words[0])
     running: list[Job] = [job for job in list_jobs() if job.alive]
     if not running:
-        if options.json:
-            print_json({"error": "no job is running", "status": None, "answer": None})
-        say_error(["no job is running"])
-        return None
+        raise ConfigError("JOB is missing, and no job is running (see: headway jobs)")
     if len(running) > 1:
         names = ", ".join(job.endpoint.job_id for job in running)
         raise ConfigError(f"JOB is missing, and several jobs are running: {names}")

@@ -27,6 +27,7 @@ def run(options: argparse.Namespace) -> int:
     """Print a line for each job, the newest first."""
     from concurrent.futures import ThreadPoolExecutor
 
+    from headway.cli.job import printable
     from headway.cli.messages import print_json
     from headway.control.discovery import clean_stale, list_jobs
 
@@ -49,8 +50,10 @@ def run(options: argparse.Namespace) -> int:
     for job in jobs:
         if job.get("problem"):
             print(f"{job['job_id']}: {job['problem']}")
+        for line in _spell_post_mortem(job["post_mortem"]) if "post_mortem" in job else ():
+            print(f"{job['job_id']}: {printable(line).replace(chr(10), ' ')}")
     if not all(job["alive"] for job in jobs):
-        print("gone: its process is not there any more; headway jobs --clean forgets it")
+        print("headway jobs --clean forgets those that are gone")
     return 0
 
 
@@ -63,11 +66,41 @@ def _describe(job: Any) -> dict[str, Any]:
     facts["alive"] = job.alive
     facts["address"] = endpoint.unix_socket or f"http://{_bracket(endpoint.host)}:{endpoint.port}"
     if not job.alive:
-        return {**facts, "status": "gone"}
+        return {**facts, "status": "gone", **_examine(endpoint)}
     try:
         return {**Client(job, timeout_s=_ANSWER_S).status(), **facts}
     except ControlError as error:
         return {**facts, "status": "silent", "problem": str(error)}
+
+
+def _examine(endpoint: Any) -> dict[str, Any]:
+    """What the files of a run tell whose process is gone, and how to go on with it."""
+    import time
+    from pathlib import Path
+
+    from headway.control.dashboard.run import Run
+    from headway.control.lost_run import examine
+    from headway.engine.post_mortem import read_report
+
+    folder = Path(endpoint.output_dir)
+    logs = None if endpoint.logging_dir is None else Path(endpoint.logging_dir)
+    run = Run(endpoint.job_id, endpoint.job_id, folder, logs)
+    run.catch_up(time.monotonic() + _ANSWER_S)
+    report = read_report(folder, since=endpoint.started_at) or examine(run)
+    kept = ("step", "error_type", "error", "checkpoint", "resume_command", "directory")
+    return {"post_mortem": {key: report.get(key) for key in kept}, "global_step": report["step"]}
+
+
+def _spell_post_mortem(found: dict[str, Any]) -> list[str]:
+    checkpoint, command = found.get("checkpoint"), found.get("resume_command")
+    at = "" if found.get("step") is None else f" after step {found['step']}"
+    saved = "nothing is saved"
+    if isinstance(checkpoint, dict):
+        saved = f"the last checkpoint is {checkpoint.get('path')}"
+    lines = [f"gone{at}: {found.get('error')}; {saved}"]
+    if command:
+        lines.append(f"go on with, in {found.get('directory')}: {command}")
+    return lines
 
 
 def _bracket(host: Any) -> str:

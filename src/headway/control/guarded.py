@@ -46,6 +46,7 @@ class GuardedServer:
     has ended."""
 
     thread_name = "headway-http"
+    extra, purpose = "control", "Control over HTTP"
     requests_per_s, request_burst = REQUESTS_PER_S, REQUEST_BURST
     most_connections = MOST_CONNECTIONS
 
@@ -132,7 +133,7 @@ class GuardedServer:
         try:
             import aiohttp.web  # noqa: F401
         except ImportError:
-            raise missing_extra("aiohttp", "control", "Control over HTTP") from None
+            raise missing_extra("aiohttp", self.extra, self.purpose) from None
         if self.unix_socket is not None:
             listening = bind_unix(self.unix_socket)
         else:

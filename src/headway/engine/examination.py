@@ -36,9 +36,11 @@ from headway.engine.post_mortem import (
     Report,
     find_checkpoint,
     make_report,
+    read_report,
     remove_report,
     write_report,
 )
+from headway.engine.process_note import look_at_process, read_note, remove_note, write_note
 from headway.engine.state import TrainerState, outcome_of
 
 logger = logging.getLogger(__name__)
@@ -64,10 +66,43 @@ class Examination:
         `recent`: the newest steps and their metrics, to be read when it fails.
         """
         self._recent = recent
+        if self._args.process_index == 0:
+            self._note_process()
 
     def __enter__(self) -> Examination:
         self._forced.enter_context(at_forced_end(self._on_forced_end))
+        before = read_note(self._folder) if self._args.process_index == 0 else None
+        if before is not None and self._died_silently(before):
+            logger.warning(
+                "the run that was here before died without a word, as process %s on %s: somebody "
+                "killed it, the kernel did for want of memory, or the machine went down",
+                before.get("pid"),
+                before.get("host"),
+            )
         return self
+
+    def _died_silently(self, note: Mapping[str, Any]) -> bool:
+        began = note.get("time")
+        if look_at_process(note) != "gone" or not isinstance(began, int | float):
+            return False
+        return read_report(self._folder, since=began) is None  # another rank may have told of it
+
+    def _note_process(self) -> None:
+        """For those who find the run's folder after its process was killed."""
+        command, hidden = find_command(), self._secrets()
+        if command is not None:
+            command = [hide_secrets(word, hidden) for word in redact_command(command)]
+        try:
+            write_note(
+                self._folder,
+                command=command,
+                resumes=self._args.resume_from_checkpoint is True,
+                world_size=self._args.world_size,
+                directory=os.getcwd(),
+                run_id=self._state.run_id,
+            )
+        except OSError as problem:
+            logger.warning("the run's process cannot be noted in %s: %s", self._folder, problem)
 
     def __exit__(
         self,
@@ -76,6 +111,8 @@ class Examination:
         trace: TracebackType | None,
     ) -> None:
         self._forced.close()
+        if self._recent is not None and self._args.process_index == 0:
+            remove_note(self._folder)
         if error is None:
             if self._state.outcome in ("completed", "stopped") and not self._args.process_index:
                 remove_report(self._folder)

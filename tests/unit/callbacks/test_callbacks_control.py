@@ -131,11 +131,16 @@ def test_a_graceful_stop_ends_as_a_complete_run_does(tmp_path: Path) -> None:
     assert (tmp_path / "out" / f"checkpoint-{trainer.state.global_step}").is_dir()
 
 
-def test_an_abort_saves_nothing(tmp_path: Path) -> None:
+def test_an_abort_saves_nothing_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "headway")
     _, trainer, _ = ride(
         tmp_path, lambda client: client.abort(), save_strategy="steps", save_steps=10**6
     )
     assert trainer.state.outcome == "aborted"
+    step = trainer.state.global_step
+    assert f"command abort applied after step {step}: the run ends after this step" in caplog.text
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
@@ -339,7 +344,10 @@ def test_steps_are_traced(tmp_path: Path) -> None:
 
     receipt, trainer, control = ride(tmp_path, drive)
     first = receipt["step"] + 1
-    assert f"steps {first} to {first + 1}" in receipt["message"]
+    assert receipt["message"] == (
+        f"profiling from step {first}; the trace of steps {first} to {first + 1} will be in "
+        f"{tmp_path / 'out' / 'profiles'}"
+    )
     assert trainer.bus.disabled == {}
 
 
@@ -348,7 +356,8 @@ def test_the_log_level_is_that_of_the_run_only(tmp_path: Path) -> None:
     before = logger.level
 
     def drive(client: Client) -> int:
-        client.set_log_level(level="debug")
+        receipt = client.set_log_level(level="debug")
+        assert receipt["message"].startswith("the run tells records of level debug and above")
         return logger.level
 
     level, _, _ = ride(tmp_path, drive)

@@ -155,10 +155,6 @@ def test_a_command_reaches_the_run_and_its_effect_is_told(start, capsys, words, 
         ("set-lr one abc", {"command": "set_learning_rate", "data": {"value": "abc"}}),
         ("set-lr one -1", {"command": "set_learning_rate", "data": {"value": -1}}),
         ("set-lr one --scale 0", {"command": "set_learning_rate", "data": {"scale": 0}}),
-        ("set-lr one", {"command": "set_learning_rate", "data": {"value": "one"}}),
-        ("set-lr one 1 --scale 2",
-         {"command": "set_learning_rate", "data": {"value": 1, "scale": 2}}),
-        ("set-lr", {"command": "set_learning_rate", "data": {}}),
         ("extend one 1.5", {"command": "extend_max_steps", "data": {"max_steps": 1.5}}),
         ("extend one --by 0", {"command": "extend_max_steps", "data": {"by": 0}}),
         ("profile one --steps 101",
@@ -198,6 +194,11 @@ def ask(job: Steered, body: bytes) -> tuple[int, dict]:
     [
         ("job sav one", "invalid choice: 'sav'"),
         ("job", "required: {status,tail,save"),
+        ("job set-lr", "headway job set-lr: neither given of RATE and --scale; allowed: one of"),
+        ("job set-lr one", "headway job set-lr: neither given of RATE and --scale; allowed: one"),
+        ("job set-lr one 1 --scale 2", "both given of RATE and --scale; allowed: one of them"),
+        ("job extend one", "headway job extend: neither given of MAX_STEPS and --by; allowed"),
+        ("job log-level one", "level must be one of debug, info"),
         ("job save one two", "JOB expected, 2 words given: one two"),
         ("job save nobody", "there is no job 'nobody'"),
         ("job save onn", "did you mean 'one'?"),
@@ -228,11 +229,8 @@ def test_a_prefix_is_enough_where_it_fits_one_job(start, capsys):
 
 def test_a_job_that_is_gone(start, capsys):
     code, out, err = call(capsys, "job", "save", "--json")
-    assert (code, json.loads(out)["error"], err) == (
-        3,
-        "no job is running",
-        "error: no job is running\n",
-    )
+    told = "JOB is missing, and no job is running (see: headway jobs)"
+    assert (code, json.loads(out)["error"], err) == (2, told, f"error: {told}\n")
     pid = leave_dead("dead-1")
     code, _, err = call(capsys, "job", "save", "dead")
     assert code == 3 and f"process {pid} is gone" in err
@@ -380,3 +378,29 @@ def test_the_verbs_need_neither_torch_nor_a_package_for_http(start):
         assert_no_import(["headway", *words.split()], "torch")
     assert_no_import(["headway", "job", "save", "one"], "aiohttp")
     assert_no_import("from headway.control import AsyncClient, Client, list_jobs", "torch")
+
+
+def test_jobs_says_of_a_killed_run_how_far_it_came_and_how_to_go_on(start, capsys, tmp_path):
+    script = (
+        "import os, sys; from headway import TrainerCallback;"
+        "from headway.callbacks import JsonLogger, TrainerControlCallback;"
+        "from headway.testing.trainer import tiny_trainer\n"
+        "class Dies(TrainerCallback):\n"
+        "    def on_save(self, step): os.kill(os.getpid(), 9)\n"
+        "control = TrainerControlCallback(job_id='dead-2')\n"
+        "tiny_trainer(sys.argv[1], [JsonLogger(), control, Dies()], max_steps=9, logging_steps=1,"
+        " save_strategy='steps', save_steps=3).train()\n"
+    )
+    (tmp_path / "train.py").write_text(script)
+    words = [sys.executable, "train.py", str(tmp_path)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    code, out, _ = call(capsys, "jobs")
+    assert code == 0
+    path = tmp_path / "out" / "checkpoint-3"
+    (told,) = [line for line in out.splitlines() if line.startswith("dead-2: gone")]
+    assert "is gone, and left no word of why" in told and f"the last checkpoint is {path}" in told
+    (told,) = [line for line in out.splitlines() if line.startswith("dead-2: go on with")]
+    assert told.endswith(f"in {tmp_path}: {os.path.basename(sys.executable)} {' '.join(words[1:])}")
+    (found,) = json.loads(call(capsys, "jobs", "--json")[1])["jobs"]
+    assert found["post_mortem"]["checkpoint"] == {"path": str(path), "step": 3}

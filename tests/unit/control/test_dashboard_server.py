@@ -7,6 +7,9 @@ import json
 import math
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -24,6 +27,7 @@ from headway.control.dashboard.mounted import mount
 from headway.control.dashboard.shelf import Shelf
 from headway.control.dashboard.standalone import DashboardServer
 from headway.control.server import ControlServer
+from headway.engine.process_note import write_note
 
 CONTROL, READ = "c" * 64, "r" * 64
 NOW = time.time()
@@ -204,6 +208,77 @@ def test_states_of_runs(tmp_path, open_board):
         file.write(json.dumps(resumed) + "\n")
     states = {run["name"]: run["state"] for run in board.get("/api/runs")["runs"]}
     assert states["mended"] == "running"
+
+
+def test_a_run_that_was_made_shorter_by_command_and_did_that_is_finished(tmp_path, open_board):
+    started, *rest = records_of(9)
+    shorter = {"type": "train", "global_step": 4, "timestamp": NOW, "max_steps": 5}
+    end = {"type": "summary", "global_step": 5, "timestamp": NOW, "train_runtime": 1}
+    write_run(tmp_path / "shorter", [started, *rest[:4], shorter, rest[4], end])
+    (tmp_path / "longer").mkdir()
+    longer = {**shorter, "max_steps": 12}
+    write_run(tmp_path / "longer", [started, *rest[:4], longer, rest[4], {**end, "global_step": 9}])
+    runs = {run["name"]: run for run in open_board(tmp_path).get("/api/runs")["runs"]}
+    assert (runs["shorter"]["state"], runs["shorter"]["max_steps"]) == ("finished", 5)
+    assert (runs["longer"]["state"], runs["longer"]["max_steps"]) == ("stopped", 12)
+
+
+DEAD = """
+import os, signal, sys
+from headway.engine.process_note import write_note
+write_note(sys.argv[1], command=sys.argv[2:], resumes=False, directory="/somewhere", world_size=2)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def leave_note(folder, *command):
+    """What a run notes of its process, which is gone since."""
+    words = [sys.executable, "-c", DEAD, str(folder), *command]
+    assert subprocess.run(words, check=False).returncode == -signal.SIGKILL
+
+
+def test_a_run_that_died_without_a_word_is_examined_from_its_files(tmp_path, open_board):
+    # Its last record is a moment old: that it is dead, its process tells.
+    write_run(tmp_path / "run", records_of(30, end=False, start=time.time()))
+    leave_note(tmp_path / "run", "headway", "train", "run.yaml", "--nproc", "2", "--no-resume")
+    board = open_board(tmp_path)
+    (run,) = board.get("/api/runs")["runs"]
+    assert run["state"] == "lost" and run["post_mortem"] is True
+    report = board.get(f"/api/runs/{run['id']}/post_mortem")
+    assert (report["error_type"], report["step"], report["world_size"]) == ("lost", 30, 2)
+    assert f"process {report['pid']} on {report['host']} is gone" in report["error"]
+    assert report["resume_command"] == "headway train run.yaml --nproc 2"
+    assert report["directory"] == "/somewhere" and report["checkpoint"] is None
+    assert [step["step"] for step in report["last_steps"]] == list(range(11, 31))
+    assert report["last_steps"][-1]["loss"] == 1.0 / 30
+
+
+def test_a_run_whose_process_lives_is_running_however_long_it_says_nothing(tmp_path, open_board):
+    write_run(tmp_path / "run", records_of(3, end=False))
+    write_note(tmp_path / "run", command=None, resumes=False)
+    board = open_board(tmp_path)
+    (run,) = board.get("/api/runs")["runs"]
+    assert run["state"] == "running" and run["post_mortem"] is False
+    # What somebody else may have written into the folder makes no difference.
+    note = tmp_path / "run" / "run" / "process.json"
+    for odd in ('{"pid": "1/../../etc"}', '{"pid": -1}', "[]", '{"pid": 1, "host": 3}', "{"):
+        note.write_text(odd)
+        (run,) = board.get("/api/runs")["runs"]
+        assert run["state"] == "lost"
+        assert board.get(f"/api/runs/{run['id']}/post_mortem")["resume_command"] is None
+
+
+def test_metrics_whose_names_hold_commas(tmp_path, open_board):
+    write_run(tmp_path / "run", records_of(3, **{"f1 (a,b)": 0.5}))
+    board = open_board(tmp_path)
+    (run,) = board.get("/api/runs")["runs"]
+    query = "key=f1%20%28a%2Cb%29&key=loss&keys=epoch"
+    series = board.get(f"/api/runs/{run['id']}/series?{query}")["series"]
+    assert {name: len(one["y"]) for name, one in series.items()} == {
+        "f1 (a,b)": 3,
+        "loss": 3,
+        "epoch": 3,
+    }
 
 
 def test_a_folder_that_vanishes_is_a_404_and_others_stay(tmp_path, open_board, monkeypatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -24,6 +26,7 @@ from headway.engine.post_mortem import (
     render_text,
     write_report,
 )
+from headway.engine.process_note import look_at_process, read_note
 from headway.errors import ConfigError
 from headway.testing import assert_no_import, tiny_trainer
 
@@ -295,3 +298,48 @@ def test_the_command_is_that_of_the_user(tmp_path, monkeypatch):
 
 def test_reading_one_needs_no_torch():
     assert_no_import("import headway.engine.post_mortem, headway.dist.command")
+
+
+# A run that dies without a word
+
+
+def test_a_run_notes_its_process_and_takes_the_note_away(tmp_path):
+    seen = []
+
+    class Looks(TrainerCallback):
+        def on_step_end(self):
+            seen.append(read_note(tmp_path / "out"))
+
+    tiny_trainer(tmp_path, [Looks()], max_steps=2).train()
+    assert seen[0] is None, "a run that has not worked yet changes nothing on disk"
+    note = seen[1]
+    assert note["pid"] == os.getpid() and look_at_process(note) == "running"
+    assert note["directory"] == os.getcwd() and note["world_size"] == 1
+    assert read_note(tmp_path / "out") is None
+
+
+def test_the_note_goes_also_when_the_run_fails(tmp_path):
+    class Fails(TrainerCallback):
+        def on_step_end(self, state):
+            if state.global_step == 2:
+                assert read_note(tmp_path / "out") is not None
+                raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        tiny_trainer(tmp_path, [Fails()], max_steps=3).train()
+    assert read_note(tmp_path / "out") is None
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_next_run_says_that_the_one_before_died_without_a_word(tmp_path, caplog, told):
+    text = (
+        "import os, sys; from headway.engine.process_note import write_note;"
+        "write_note(sys.argv[1], command=None, resumes=False); os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", text, str(tmp_path / "out")], check=False)
+    assert killed.returncode == -9
+    if told:  # by another rank, or the launcher
+        write_report(tmp_path / "out", by_launcher(), since=0)
+    tiny_trainer(tmp_path, max_steps=2).train()
+    assert ("the run that was here before died without a word" in caplog.text) == (not told)
+    assert read_note(tmp_path / "out") is None

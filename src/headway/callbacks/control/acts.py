@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.control.schema import Command
@@ -194,7 +195,7 @@ class Acts:
         if self._level_before is None:
             self._level_before = chosen.level
         chosen.setLevel(_LEVELS[level])
-        return f"records below {level} are not told any more"
+        return f"the run tells records of level {level} and above, to the end of the run"
 
     def _do_status(self) -> str:
         return "the status is that of this step"
@@ -221,8 +222,11 @@ class Acts:
         self.profiler = profiler
         # Now, and not when the next step begins: a run that is not traced need not look then.
         profiler.on_step_begin(*given)
-        first = state.global_step + 1
-        return f"steps {first} to {first + num_steps - 1} are traced into {PROFILES_FOLDER}"
+        first, place = state.global_step + 1, Path(trainer.args.output_dir, PROFILES_FOLDER)
+        return (
+            f"profiling from step {first}; the trace of steps {first} to {first + num_steps - 1} "
+            f"will be in {place.absolute()}"
+        )
 
     def end_step(self) -> None:
         """Only while `profiler` is there."""

@@ -6,6 +6,7 @@ something. Does not own: what a command does (acts.py), nor the receipts' place 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from headway.control.inbox import Inbox
 from headway.control.schema import Command
 from headway.control.status import StatusBoard
 from headway.dist.agreement import spell_ranks
+
+logger = logging.getLogger(__name__)
 
 # Done when the loop has saved, evaluated, or come to wait.
 _SAVES = ("save_checkpoint", "save_and_stop")
@@ -104,6 +107,9 @@ class Desk:
     def _settle(self, command: Command, state: str, message: str, step: int | None = None) -> None:
         step = self._state.global_step if step is None else step
         if self._inbox is not None:
+            if command.name != "status":
+                told = f": {message}" if message else ""
+                logger.info("command %s %s after step %d%s", command.name, state, step, told)
             self._inbox.settle(command.id, state, step, message)
         if self._board is not None:
             self._board.announce(

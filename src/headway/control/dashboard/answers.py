@@ -20,6 +20,7 @@ from headway.control.dashboard.columns import AXES
 from headway.control.dashboard.decimation import Floats, choose_points
 from headway.control.dashboard.run import Run
 from headway.control.dashboard.shelf import Shelf
+from headway.control.lost_run import examine
 from headway.control.run_log import number_of, step_of
 from headway.control.schema import BadRequest
 from headway.errors import unknown
@@ -122,7 +123,10 @@ class Answers:
             return {"keys": keys, "x": list(AXES), "complete": run.at_end}
 
     def _series(self, run: Run, query: Query) -> Any:
-        given = _read_query(query, ("keys", "x", "points", "from", "to"))
+        # A name may hold a comma, so that it can also be given by itself, as often as needed.
+        names = [value for key, value in query if key == "key"]
+        rest = [(key, value) for key, value in query if key != "key"]
+        given = _read_query(rest, ("keys", "key", "x", "points", "from", "to"))
         axis = given.get("x", "step")
         if axis not in AXES:
             raise BadRequest(400, "x: " + unknown("axis", axis[:64], AXES), valid_x=list(AXES))
@@ -131,7 +135,7 @@ class Answers:
         series, until = {}, None
         with run.lock:
             columns = self._columns(run)
-            names = [name for name in given.get("keys", "").split(",") if name]
+            names = [name for name in [*names, *given.get("keys", "").split(",")] if name]
             if not 1 <= len(names) <= _MOST_KEYS:
                 raise BadRequest(
                     400,
@@ -188,7 +192,10 @@ class Answers:
 
     def _post_mortem(self, run: Run, query: Query) -> Any:
         _read_query(query, ())
-        found = run.post_mortem()
+        with run.lock:
+            run.catch_up(time.monotonic() + _READ_S)
+            lost = run.state(time.time()) == "lost"
+            found = examine(run) if lost else run.post_mortem()
         if found is None:
             raise BadRequest(404, "the run has left no post-mortem: it has not failed")
         return _plain(found)
@@ -205,13 +212,13 @@ def _describe(run: Run) -> dict[str, Any]:
     max_steps = run.max_steps
     if max_steps is None:
         max_steps = number_of(run.args().get("max_steps"))
-    epoch = number_of(run.last.get("epoch"))
+    epoch, state = number_of(run.last.get("epoch")), run.state(now)
     return {
         "id": run.id,
         "name": run.name,
         "run_name": run.run_name,
         "output_dir": str(run.folder),
-        "state": run.state(now),
+        "state": state,
         "step": step_of(run.last),
         "max_steps": int(max_steps) if max_steps and 0 < max_steps < 2**53 else None,
         "epoch": _wire(epoch),
@@ -221,6 +228,7 @@ def _describe(run: Run) -> dict[str, Any]:
         "job_id": None,
         "latest": latest,
         "incidents": run.num_incidents,
+        "post_mortem": state == "lost" or run.has_post_mortem,
         "complete": run.at_end,
     }
 

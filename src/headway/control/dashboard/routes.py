@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from headway.control.dashboard.live import Live, Status
 from headway.control.dashboard.source import Source
 from headway.control.guarded import GuardedServer, answer_json, read_json
+from headway.control.lost_run import FROM_FILES
 from headway.control.schema import COMMANDS, BadRequest
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 Verify = Callable[[str, str], Awaitable[dict[str, Any]]]
 
-_FROM_FILES = ("keys", "series", "config", "checkpoints", "samples", "post_mortem")
+_FROM_FILES = ("keys", "series", "config", "checkpoints", "samples")
 _STATES = {"paused": "paused", "failed": "failed"}
 _MOST_INCIDENTS = 1000
 
@@ -52,6 +53,7 @@ class Routes:
         for what in _FROM_FILES:
             add("GET", f"{run}/{what}", self._make_reader(what), "read")
         add("GET", f"{run}/incidents", self._incidents, "read")
+        add("GET", f"{run}/post_mortem", self._post_mortem, "read")
         add("GET", f"{run}/status", self._status, "read")
         add("GET", run + "/commands/{command_id}", self._receipt, "read")
         add("POST", f"{run}/control", self._control, "control")
@@ -97,6 +99,13 @@ class Routes:
         ordered = sorted(found.values(), key=_when, reverse=True)
         return answer_json({**said, "incidents": ordered[:_MOST_INCIDENTS]})
 
+    async def _post_mortem(self, request: web.Request) -> web.StreamResponse:
+        run_id, query = request.match_info["run_id"], list(request.query.items())
+        said = await self._source.ask("post_mortem", run_id, query)
+        if json.loads(said).get("reported_by") == FROM_FILES and await self._live.has(run_id):
+            raise BadRequest(404, "the run has left no post-mortem: it lives")
+        return _send(said)
+
     async def _status(self, request: web.Request) -> web.StreamResponse:
         run_id = await self._known(request)
         status = await self._live.status(run_id)
@@ -130,7 +139,8 @@ class Routes:
 def join_status(run: dict[str, Any], status: Status | None) -> dict[str, Any]:
     """A run of the list, with what its live job says of itself."""
     if status is None:  # it lives, and does not answer just now
-        return {**run, "state": "running"}
+        lost = run["state"] == "lost"
+        return {**run, "state": "running", "post_mortem": run["post_mortem"] and not lost}
     phase, outcome = status.get("status"), status.get("outcome")
     state = _STATES.get(str(phase), "running")
     if phase == "finished":
@@ -149,6 +159,7 @@ def join_status(run: dict[str, Any], status: Status | None) -> dict[str, Any]:
         "state": state,
         "job_id": status.get("job_id"),
         "controllable": phase not in ("finished", "failed"),
+        "post_mortem": run["post_mortem"] and run["state"] != "lost",
         "incidents": run["incidents"] + (len(told) if isinstance(told, list) else 0),
     }
 

@@ -35,6 +35,7 @@ from headway.control.run_log import (
     number_of,
     step_of,
 )
+from headway.engine.process_note import FOLDER_NAME, NOTE_NAME, look_at_process
 
 POST_MORTEM_NAME = "post_mortem.json"
 CONFIG_FILES = ("config.json", "environment.json")
@@ -108,6 +109,10 @@ class Run:
         return 0 if self._tail is None else self._tail.size_bytes
 
     @property
+    def log_name(self) -> str | None:
+        return None if self._tail is None else self._tail.name
+
+    @property
     def log_folder(self) -> Path:
         """Where the log is, and samples beside it."""
         return self.folder if self._tail is None else self._tail.folder
@@ -142,9 +147,10 @@ class Run:
         when = number_of(record.get("timestamp"))
         if self.started_at is None:
             self.started_at = when
+        # Told at the start, and when a command made the run longer or shorter.
+        self.max_steps = number_of(record.get("max_steps")) or self.max_steps
         if kind in STARTS:
             self.resumed_at = when
-            self.max_steps = number_of(record.get("max_steps")) or self.max_steps
             self.run_name = _text(record.get("run_name")) or self.run_name
         if kind in (*STARTS, "rollback") and self.columns is not None:
             self.columns.cut(step_of(record))
@@ -168,15 +174,18 @@ class Run:
         # The log begins after the first step, which may take minutes.
         return modified_at(self.folder, "run", CONFIG_FILES[0])
 
-    def state(self, now: float, *, process_gone: bool = False) -> str:
+    def state(self, now: float) -> str:
         """What the files tell of how the run is; a live job knows better."""
         step, done = step_of(self.last), self.last.get("type") == "summary"
         if self._failed_at() > (self.resumed_at or 0.0):
             return "failed"
         if done:
             return "stopped" if self.max_steps and step < self.max_steps else "finished"
+        process = look_at_process(self.process_note())
+        if process is not None:
+            return "lost" if process == "gone" else "running"
         quiet_s = now - (self.updated_at() or 0.0)
-        return "lost" if process_gone or quiet_s > QUIET_S else "running"
+        return "lost" if quiet_s > QUIET_S else "running"
 
     def _failed_at(self) -> float:
         """When a process of the run last failed, as far as it left word; else 0."""
@@ -208,6 +217,10 @@ class Run:
     def environment(self) -> dict[str, Any]:
         return read_object(self.folder, "run", CONFIG_FILES[1]) or {}
 
+    def process_note(self) -> dict[str, Any] | None:
+        """Which process the run is, while it has not ended."""
+        return read_object(self.folder, FOLDER_NAME, NOTE_NAME)
+
     def shown_config(self) -> dict[str, Any]:
         """The configuration as it may be shown: whoever wrote it, without secrets."""
         shown: dict[str, Any] = redact(self.config())
@@ -219,6 +232,10 @@ class Run:
     def args(self) -> dict[str, Any]:
         args = self.config().get("args")
         return args if isinstance(args, dict) else {}
+
+    @property
+    def has_post_mortem(self) -> bool:
+        return is_file_inside(self.folder, POST_MORTEM_NAME)
 
     def post_mortem(self) -> dict[str, Any] | None:
         return read_object(self.folder, POST_MORTEM_NAME)

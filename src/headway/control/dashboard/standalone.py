@@ -31,6 +31,7 @@ class DashboardServer(GuardedServer):
     """
 
     thread_name = "headway-dashboard"
+    extra, purpose = "dashboard", "The dashboard"
 
     def __init__(
         self,

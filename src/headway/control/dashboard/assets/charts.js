@@ -105,11 +105,9 @@ export class Charts {
     const keys = this.shownKeys().filter((key) => there.has(key)).slice(0, MOST_KEYS);
     if (!keys.length) return false;
     const width = byId("charts").clientWidth || 800;
-    const asked = new URLSearchParams({
-      keys: keys.join(","),
-      x: this.options.x,
-      points: String(Math.min(MOST_POINTS, Math.max(300, Math.round(width * 1.5)))),
-    });
+    const points = String(Math.min(MOST_POINTS, Math.max(300, Math.round(width * 1.5))));
+    const names = keys.map((key) => ["key", key]); // each by itself: a name may hold a comma
+    const asked = new URLSearchParams([...names, ["x", this.options.x], ["points", points]]);
     if (this.range) {
       const [from, to] = this.range;
       const margin = (to - from) * 0.02;
@@ -307,7 +305,7 @@ export class Charts {
     this.describe(card, curves);
     const Plotly = await loadPlotly();
     if (Plotly === null) {
-      setText(card.plot, "Charts need the Python package plotly: pip install 'headway[plot]'");
+      setText(card.plot, "Charts need the Python package plotly: pip install 'headway[dashboard]'");
       return;
     }
     const [first, last] = this.extent();

@@ -39,7 +39,8 @@ function finding(key, title, ...children) {
 
 function whatHappened(report) {
   const alone = report.culprit_rank === null || report.culprit_rank === undefined || report.world_size === 1;
-  const who = alone ? "The run failed" : `Rank ${report.culprit_rank} of ${report.world_size ?? "?"} failed first`;
+  const died = alone && report.error_type === "lost" && !report.signal;
+  const who = died ? "The run died without a word" : alone ? "The run failed" : `Rank ${report.culprit_rank} of ${report.world_size ?? "?"} failed first`;
   const kind = report.signal ? `ended by ${report.signal}` : report.error_type;
   const what = [kind, report.error].filter(Boolean).map(format.plain).join(": ");
   const checkpoint = report.checkpoint;

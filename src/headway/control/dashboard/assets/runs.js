@@ -107,9 +107,10 @@ export function showState(pill, state) {
 
 const NOTES = {
   paused: (run) => `Paused after step ${format.count(run.step)}. Nothing is computed until it is resumed.`,
+  pausing: (run) => `Comes to a pause after step ${format.count(run.step)}: what is under way is done first.`,
   failed: () => "This run failed. The post-mortem tab says what is known about it.",
   lost: (run) =>
-    `The process of this run is gone: no sign of it since ${format.dateTime(run.updated_at)}. Its files are shown as they were left.`,
+    `The process of this run is gone: no sign of it since ${format.dateTime(run.updated_at)}. Its files are shown as they were left; the post-mortem tab says how to go on.`,
 };
 
 /** Name, state, progress and the newest figures of the open run. */
@@ -132,7 +133,7 @@ export function showOverview(run, status) {
   if (most) bar.value = Math.min(1, step / most);
   setText(byId("run-steps"), describeProgress(run, step, most, status));
   byId("run-steps").dataset.step = String(step);
-  const note = (phase === "paused" ? NOTES.paused : NOTES[run.state])?.({ ...run, step });
+  const note = (NOTES[isLive(run) ? phase : run.state])?.({ ...run, step });
   show(byId("run-note"), Boolean(note));
   setText(byId("run-note"), note ?? "");
   setAttr(byId("run-note"), "class", run.state === "failed" || run.state === "lost" ? "banner banner-bad" : "banner");
