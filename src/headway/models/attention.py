@@ -258,7 +258,10 @@ class Attention(nn.Module):
             out = _attend_flex(q_BNSD, k_BNTD, v_BNTD, plan.block_mask)
         else:
             out = _attend_sdpa(q_BNSD, k_BNTD, v_BNTD, plan)
-        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        joined = out.transpose(1, 2).flatten(2)
+        if joins(joined, self.o_proj):
+            return project_joined(joined, self.o_proj)
+        projected: Tensor = self.o_proj(joined)
         return projected
 
     def _project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -266,10 +269,7 @@ class Attention(nn.Module):
         layers = (self.q_proj, self.k_proj, self.v_proj)
         if self.q_norm is None and joins(x, *layers):
             query, key = (layer.weight.shape[0] // self.head_size for layer in layers[:2])
-            split: tuple[Tensor, Tensor, Tensor] = split_heads(
-                project_joined(x, *layers), *rope, query, key
-            )
-            return split
+            return split_heads(project_joined(x, *layers), *rope, query, key)
         heads = (*x.shape[:2], -1, self.head_size)
         q_BSND, k_BSND, v_BTND = (layer(x).view(heads) for layer in layers)
         if self.q_norm is not None and self.k_norm is not None:

@@ -80,7 +80,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if joins(x, self.gate_proj, self.up_proj, self.down_proj):
             joined = project_joined(x, self.gate_proj, self.up_proj)
-            return gated_down(joined, self.down_proj.weight.to(joined.dtype))
+            return gated_down(joined, self.down_proj.weight)
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 

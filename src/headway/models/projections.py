@@ -1,6 +1,6 @@
 """Projections of one input, computed as one.
 
-Owns: when that can be done, and the product. Does not own: the layers, what follows the product.
+Owns: when that can be done. Does not own: the layers, the product (kernels/), what follows it.
 
 Weights keep their names and their memory; only a compiled graph joins them, where it costs nothing:
 under autocast they are copied anyway. One wide product takes less time than two narrow ones, and
@@ -10,10 +10,10 @@ its gradient needs no sum.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.models.kernels import HAS_TRITON
+from headway.models.kernels.linear import joined_linear
 
 
 def joins(x: Tensor, *layers: nn.Module) -> bool:
@@ -27,7 +27,7 @@ def project_joined(x: Tensor, *layers: nn.Module) -> Tensor:
     """Their outputs side by side; all have a bias, or none of them."""
     weights: list[Tensor] = [layer.get_parameter("weight") for layer in layers]
     biases: list[Tensor] = [layer.bias for layer in layers if isinstance(layer.bias, Tensor)]
-    return F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+    return joined_linear(x, weights, torch.cat(biases).to(x.dtype) if biases else None)
 
 
 def _is_plain(layer: nn.Module) -> bool:

@@ -1,11 +1,35 @@
 """GPU kernels of the reference decoder, for what torch's operations do in too many passes.
 
 Each computes what a plain form elsewhere in `models` does, and tests on a GPU compare the two.
+They are operations of torch with a name and no gradient; what uses them brings its own. That costs
+a third of the host's time that `torch.library.custom_op` takes.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Triton comes with torch where it knows the platform; without it the plain forms are used."""
+
+_operations = torch.library.Library("headway", "FRAGMENT")
+
+
+def define_operation(
+    schema: str, fake: Callable[..., Any], *, dispatch_key: str = "CUDA"
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function an operation; `fake` gives what it returns, without values."""
+    name = schema.partition("(")[0]
+    _operations.define(schema)
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _operations.impl(name, function, dispatch_key)
+        torch.library.register_fake(f"headway::{name}", fake, lib=_operations)
+        operation: Callable[..., Any] = getattr(torch.ops.headway, name).default
+        return operation
+
+    return register

@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.models.kernels import define_operation
+from headway.models.kernels.linear import cast_again, weight_grad
+
 _BLOCK = 1024
 
 
@@ -44,7 +47,11 @@ def _kernel() -> Any:
     return swiglu_backward_rows
 
 
-@torch.library.custom_op("headway::swiglu_backward", mutates_args=(), device_types="cuda")
+def _fake(joined: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return joined.new_empty(joined.shape), grad.new_empty(grad.shape)
+
+
+@define_operation("swiglu_backward(Tensor joined, Tensor grad) -> (Tensor, Tensor)", _fake)
 def swiglu_backward(joined: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """From gate and up [N, 2 F] and the gradient of silu(gate) * up [N, F]: theirs, and it."""
     joined, grad = joined.contiguous(), grad.contiguous()
@@ -57,27 +64,23 @@ def swiglu_backward(joined: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return grad_joined, product
 
 
-@swiglu_backward.register_fake
-def _(joined: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return joined.new_empty(joined.shape), grad.new_empty(grad.shape)
-
-
 class _GatedDown(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, joined: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(joined, weight)
         gate, up = joined.chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, weight)
+        return F.linear(F.silu(gate) * up, weight.to(joined.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         joined, weight = ctx.saved_tensors
-        rows = grads[0].reshape(-1, weight.shape[0])
-        grad_joined, product = swiglu_backward(joined.flatten(0, -2), rows @ weight)
-        return grad_joined.view(joined.shape), rows.t() @ product
+        rows = grads[0].flatten(0, -2)
+        grad_product = rows @ cast_again([weight], joined.dtype)
+        grad_joined, product = swiglu_backward(joined.flatten(0, -2), grad_product)
+        return grad_joined.view(joined.shape), weight_grad(rows, product, weight.dtype)
 
 
 def gated_down(joined: Tensor, weight: Tensor) -> Tensor:
-    """`silu(gate) * up` of `joined` [..., 2 F], projected by `weight` [D, F] of the same dtype."""
+    """`silu(gate) * up` of `joined` [..., 2 F], projected by `weight` [D, F]."""
     out: Tensor = _GatedDown.apply(joined, weight)
     return out
