@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from launched import TRAIN, errors, started
 
+from headway.checkpoint.manifest import committed
 from headway.cli.main import main
+from headway.control.dashboard.run import Run
+from headway.control.lost_run import examine
+from headway.engine.process_note import look_at_process, read_note
 
 RUN = """\
 model: {vocab_size: 258, hidden_size: 16, num_layers: 1, num_heads: 2, max_seq_len: 32}
@@ -147,3 +153,55 @@ def test_a_lone_rank_that_is_killed_is_reported_by_the_launcher(folder: Path) ->
         report["resume_command"]
         == "headway train run.yaml --nproc 1 '--callbacks=[deeds.KillFirst]'"
     )
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below one, the nearest first."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(path.parent.name)] = int(fields[1])
+    found, level = [], {pid}
+    while level:
+        level = {child for child, parent in parents.items() if parent in level}
+        found += sorted(level)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_launcher_that_is_killed(folder: Path, everything: bool) -> None:
+    long = ("--args.max_steps=1000000", "--args.save_steps=50", "--args.logging_steps=10")
+    with started(*TRAIN, "--nproc", "2", *long, ask=False) as launcher:
+        while not list(folder.glob("out/checkpoint-*/checkpoint_manifest.json")):
+            assert launcher.poll() is None
+            time.sleep(0.1)
+        note = read_note(folder / "out")
+        below = descendants(launcher.pid)
+        assert note is not None and note["pid"] in below
+        if everything:
+            launcher.send_signal(signal.SIGSTOP)
+            for pid in below:
+                os.kill(pid, signal.SIGKILL)
+        launcher.kill()
+        launcher.wait(60)
+        deadline = time.monotonic() + 100
+        while look_at_process(note) != "gone":
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    run = Run("one", "one", folder / "out")
+    run.catch_up(time.monotonic() + 60)
+    if not everything:  # the ranks heard of it, saved and stopped
+        assert run.state(time.time()) == "stopped" and read_note(folder / "out") is None
+        steps = [c.step for c in committed(folder / "out")]
+        assert steps[-1] == run.last["global_step"]
+        return
+    assert run.state(time.time()) == "lost"
+    report = examine(run)
+    assert report["checkpoint"]["step"] >= 50 and report["last_steps"][-1]["loss"] > 0
+    assert report["resume_command"] == shlex.join(["headway", *TRAIN[1:], "--nproc", "2", *long])
+    assert not list(folder.glob("out/post_mortem*"))
