@@ -22,6 +22,7 @@ pytest.importorskip("aiohttp")
 
 from headway import ConfigError, TrainerCallback
 from headway.callbacks import TextgenCallback, TrainerControlCallback
+from headway.checkpoint import CheckpointManager
 from headway.control.client import Client, ControlError
 from headway.control.discovery import clean_stale, find_job, list_jobs
 from headway.control.schema import BadRequest, parse_command
@@ -121,6 +122,29 @@ def test_saving_and_stopping(tmp_path: Path) -> None:
     assert trainer.state.outcome == "stopped"
     assert trainer.bus.stopped_by == ("TrainerControlCallback", "a command", "stop")
     assert (tmp_path / "out" / f"checkpoint-{trainer.state.global_step}").is_dir()
+
+
+@pytest.mark.parametrize("save_async", [True, False])
+def test_a_save_that_fails_ends_the_run_and_the_command_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_async: bool
+) -> None:
+    def fail(*given: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(CheckpointManager, "write", fail)
+
+    def drive(client: Client) -> None:
+        with pytest.raises(ControlError) as failed:
+            client.save_checkpoint()
+        told.append(failed.value.answer or str(failed.value))
+
+    told: list[Any] = []
+    with pytest.raises(OSError, match="No space left"):
+        ride(tmp_path, drive, save_async=save_async)
+    assert told[0]["state"] == "failed", told
+    assert told[0]["message"].startswith("the run failed: OSError: [Errno 28] No space left")
+    assert f"(while saving the checkpoint of step {told[0]['step']})" in told[0]["message"]
+    assert "No space left" in (tmp_path / "out" / "post_mortem.txt").read_text()
 
 
 def test_a_graceful_stop_ends_as_a_complete_run_does(tmp_path: Path) -> None:

@@ -250,6 +250,6 @@ class Acts:
                 logger.warning("profile_next_steps failed: %s: %s", type(error).__name__, error)
 
 
-def describe_failure(error: Exception) -> str:
+def describe_failure(error: BaseException) -> str:
     """For a receipt: a person's mistake in its own words, all else with its kind."""
     return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"

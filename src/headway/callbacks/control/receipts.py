@@ -149,6 +149,11 @@ class Desk:
             "the run did something else after that step: it was rolled back, or is about to end",
         )
 
+    def fail(self, error: BaseException) -> None:
+        """The run has failed, and with it what it was about to do; a save may be the cause."""
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        self._close(lambda one: True, "failed", f"the run failed: {describe_failure(error)}{notes}")
+
     def end(self, reason: str) -> None:
         """The run is over."""
         self._close(lambda one: True, "failed", reason)

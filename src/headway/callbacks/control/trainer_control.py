@@ -356,6 +356,8 @@ class TrainerControlCallback(TrainerCallback):
     def on_error(self, exception: BaseException) -> None:
         if self._publisher is not None:
             self._publisher.fail(exception)
+        if self._desk is not None:
+            self._desk.fail(exception)
 
     def on_close(self, state: TrainerState) -> None:
         if self._trainer is not None:
