@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("aiohttp")
 
@@ -31,6 +32,7 @@ from headway import (
     TrainerCallback,
 )
 from headway.callbacks import HangWatchdogCallback, TrainerControlCallback
+from headway.checkpoint.manifest import verify
 from headway.control.schema import parse_command
 from headway.data.tokenizer import ByteTokenizer
 from headway.dist import init_distributed
@@ -77,9 +79,10 @@ class Script(TrainerCallback):
         pause_s: float,
         kill: int | None = None,
         full: int | None = None,
+        crowded: int | None = None,
     ) -> None:
         self.script, self.control, self.pause_s = script, control, pause_s
-        self.kill, self.full = kill, full
+        self.kill, self.full, self.crowded = kill, full, crowded
         self.sent: list[tuple[int, str]] = []
         self.seen: list[Any] = []
         """What must be the same on all ranks."""
@@ -111,7 +114,10 @@ class Script(TrainerCallback):
             parking = trainer._parking()
             if trainer.env.rank == self.full:
                 parking.park = find_no_room
-            trainer.commands.pause(parking if offload else None)
+            if trainer.env.rank == self.crowded:
+                parking.unpark = find_no_room
+            must_end = lambda: trainer.asked_to_end  # noqa: E731
+            trainer.commands.pause(parking if offload else None, must_end)
             return ""
 
         trainer.pause = pause
@@ -155,7 +161,7 @@ class Script(TrainerCallback):
 
 
 def find_no_room() -> None:
-    raise RuntimeError("no room on this host")
+    raise RuntimeError("no room here")
 
 
 def held(trainer: Any) -> list[torch.Tensor]:
@@ -180,10 +186,11 @@ def train(
     pause_s: float = 0.2,
     kill: int | None = None,
     full: int | None = None,
+    crowded: int | None = None,
 ) -> dict[str, Any]:
     trainer_class, arguments_class, more = STRATEGIES[name]
     control = TrainerControlCallback(job_id=Path(folder).name)
-    watched = Script(script, control, pause_s, kill, full)
+    watched = Script(script, control, pause_s, kill, full, crowded)
     hang = HangWatchdogCallback(limit_s=COLLECTIVE_LIMIT_S)
     ranks, given = int(os.environ["WORLD_SIZE"]), {}
     if name == "accelerate":
@@ -193,7 +200,8 @@ def train(
     trainer = trainer_class(
         args=arguments_class(
             output_dir=folder, per_device_train_batch_size=2, per_device_eval_batch_size=2,
-            max_steps=MAX_STEPS, logging_steps=1, save_strategy="no", seed=0, use_cpu=True,
+            max_steps=MAX_STEPS, logging_steps=1, seed=0, use_cpu=True,
+            save_strategy="no" if crowded is None else "steps", save_steps=1000,
             lr_scheduler_type="cosine", learning_rate=1e-3, **more,
         ),
         model_init=lambda: tiny_decoder(num_layers=ranks),
@@ -221,9 +229,21 @@ def train(
         "disabled": trainer.bus.disabled,
         "factors": (trainer.state.rate_factor, trainer.state.temporary_rate_factor),
         "lengths": trainer.state.lengths,
+        "saved": None if crowded is None else is_saved(trainer, f"{folder}/checkpoint-{step}"),
         "serves": control.inbox is not None,
         "parked": (watched.freed, watched.before == watched.after != ""),
     }
+
+
+def is_saved(trainer: Any, folder: str) -> bool:
+    """Whether a checkpoint is sound, and has the weights that the ranks have together."""
+    stored: dict[str, torch.Tensor] = {}
+    for path in Path(folder).glob("model*.safetensors"):
+        stored |= load_file(path)
+    weights = dict(trainer.strategy.unwrap().named_parameters())
+    whole = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in weights.items()}
+    same = all(torch.equal(stored[name], value.detach()) for name, value in whole.items())
+    return same and not verify(Path(folder))
 
 
 def steer(folder: str, names: list[str]) -> dict[str, Any]:
@@ -235,6 +255,7 @@ def steer(folder: str, names: list[str]) -> dict[str, Any]:
     facts["signal"] = train(f"{folder}/signal", "ddp", {1: [("pause", {})]}, kill=1)
     offload = {1: [("pause", {"offload": True})]}
     facts["full"] = train(f"{folder}/full", "ddp", offload, full=1)
+    facts["crowded"] = train(f"{folder}/crowded", "fsdp2", offload, kill=0, crowded=1)
     return facts
 
 
@@ -332,9 +353,13 @@ def test_a_rank_whose_state_stays_on_its_device_is_told_and_the_run_is_held(rank
         assert rank["full"]["seen"].count(("paused", 1)) == 1
     state, step, message = ranks[0]["full"]["receipts"]["1-pause-True"]
     assert (state, step) == ("failed", 1)
-    assert message == (
-        "the run is held, but the state of rank 1 stays on the device: no room on this host"
-    )
+    assert message == ("the run is held, but the state of rank 1 stays on the device: no room here")
+
+
+def test_a_run_that_must_end_is_saved_though_a_device_is_full(ranks: Any) -> None:
+    for rank in ranks:
+        facts = rank["crowded"]
+        assert (facts["step"], facts["outcome"], facts["saved"]) == (1, "interrupted", True)
 
 
 def test_a_signal_to_any_rank_ends_a_paused_run_with_a_save(ranks: Any) -> None:

@@ -59,6 +59,7 @@ class CommandRelay:
         self._moved_away = False
         self._trouble: str | None = None
         self._waits = False
+        self._must_end: Callable[[], bool] | None = None
         self.paused = False
         """Whether the run is to wait after this step; the same on all ranks."""
         self._changed = False
@@ -134,15 +135,20 @@ class CommandRelay:
 
     # A run that is held
 
-    def pause(self, parking: StateParking | None = None) -> None:
-        """Hold the run after this step, with its state away from the device if that is given."""
+    def pause(
+        self, parking: StateParking | None = None, must_end: Callable[[], bool] | None = None
+    ) -> None:
+        """Hold the run after this step, with its state away from the device if that is given.
+
+        `must_end`: whether this rank is asked to end, by somebody who does not wait.
+        """
         self.paused = True
         if self._parking is None:
-            self._parking = parking
+            self._parking, self._must_end = parking, must_end
 
     def resume(self) -> None:
         """Let the run go on; raises, and leaves it held, if its state finds no room any more."""
-        self.bring_back()
+        self.bring_back(or_end=False)
         self.paused, self._parking, self._waits = False, None, False
 
     @property
@@ -156,10 +162,11 @@ class CommandRelay:
         """Whether the state of all ranks is away from their devices."""
         return self._moved_away and self._trouble is None
 
-    def bring_back(self) -> None:
+    def bring_back(self, *, or_end: bool = True) -> None:
         """All ranks together: have the state on the device again; it is there on all, or on none.
 
-        A run that stays paused has it moved away again by the next `hold`.
+        A run that stays paused has it moved away again by the next `hold`. One that must end now,
+        and finds no room, is saved from the host, unless `or_end` is False.
         """
         parking, error = self._parking, None
         if parking is None or not self._moved_away:
@@ -170,12 +177,22 @@ class CommandRelay:
         except RuntimeError as raised:
             error = raised
         if self._agree(int(error is not None)):
+            must_end = or_end and self._must_end is not None and self._must_end()
+            if self._agree(int(must_end)):
+                self._end_on_host(parking, error)
+                return
             if error is None:
                 parking.park()
                 error = RuntimeError("another rank found no room for it")
             self._waits = True
             raise RuntimeError(f"the state could not be brought back to the device: {error}")
         self._moved_away, self._trouble = False, None
+
+    def _end_on_host(self, parking: StateParking, error: RuntimeError | None) -> None:
+        if error is not None:
+            logger.warning("saving from the host, since the device has no room: %s", error)
+            parking.lend()
+        self._parking, self._moved_away, self._trouble = None, False, None
 
     def hold(self, has_news: Callable[[], bool]) -> None:
         """All ranks together: wait until a command has come, or `has_news` on any rank."""

@@ -89,6 +89,18 @@ class StateParking:
         self._synchronise()
         self._parked.clear()
 
+    def lend(self) -> None:
+        """Have the tensors of a run that ends look at the host's copies: it can be saved then, on a
+        device that has no room, but cannot go on."""
+        hosts = {storage._cdata: host for storage, host in self._parked}
+        for tensor in self._tensors():
+            host = hosts.get(tensor.untyped_storage()._cdata)
+            if host is not None:
+                copy = torch.empty(0, dtype=tensor.dtype)
+                copy.set_(host, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+                tensor.data = copy
+        self._parked.clear()
+
     def _synchronise(self) -> None:
         """Streams other than the current one may still use the memory."""
         if self._device.type == "cuda":

@@ -51,6 +51,10 @@ class Steering:
     _plan: RunPlan | None = None
     _saver: Saver | None
 
+    @property
+    def asked_to_end(self) -> bool:
+        raise NotImplementedError
+
     def _ranks(self) -> Ranks:
         raise NotImplementedError
 
@@ -197,7 +201,7 @@ class Steering:
         if not parking.frees_memory:
             self.commands.pause()
             return "the run is held; its state is on the host anyway"
-        self.commands.pause(parking)
+        self.commands.pause(parking, lambda: self.asked_to_end)
         return "the run is held, its weights and optimizer state on the host"
 
     def _parking(self) -> StateParking:

@@ -344,3 +344,84 @@ def test_a_run_that_ends_parked_has_its_state_back(tmp_path: Path) -> None:
     relay.hold(lambda: True)
     relay.end()
     assert all(p.untyped_storage().nbytes() for p in model.parameters()) and not relay.paused
+
+
+class Crowded(StateParking):
+    """A device that others have filled while the state was away."""
+
+    frees_memory = True
+    refuses = True
+
+    def unpark(self) -> None:
+        if self.refuses:
+            raise RuntimeError("CUDA out of memory")
+        super().unpark()
+
+
+class PausesAway(Pauses):
+    def on_train_begin(self, trainer: Any) -> None:
+        super().on_train_begin(trainer)
+        parking = Crowded(trainer.model, trainer.optimizer, trainer.strategy.device)
+        trainer._parking = lambda: parking
+
+    def follow(self, trainer: Any, name: str) -> None:
+        if name == "pause":
+            trainer.pause(offload=True)
+        else:
+            super().follow(trainer, name)
+
+
+@pytest.mark.parametrize("save_async", [True, False])
+def test_a_run_that_must_end_is_saved_from_the_host_if_its_device_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, save_async: bool
+) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 100, "save_async": save_async}
+    pauses = PausesAway(lambda own, trainer: trainer.ask_to_stop("SIGTERM"))
+    held = tiny_trainer(tmp_path / "held", [pauses], max_steps=4, **saves)
+    assert held.train().global_step == 2
+    assert held.state.outcome == "interrupted"
+    assert "saving from the host, since the device has no room: CUDA out of memory" in caplog.text
+    assert (tmp_path / "held/out/checkpoint-2").is_dir()
+    # It goes on as a run that was never held.
+    again = tiny_trainer(tmp_path / "held", max_steps=4, **saves)
+    assert again.train(resume_from_checkpoint=True).global_step == 4
+    plain = tiny_trainer(tmp_path / "plain", max_steps=4, **saves)
+    plain.train()
+    for one, other in zip(plain.model.parameters(), again.model.parameters()):
+        assert torch.equal(one, other)
+    for one, other in zip(plain.optimizer.state.values(), again.optimizer.state.values()):
+        assert torch.equal(one["exp_avg_sq"], other["exp_avg_sq"])
+
+
+def test_a_run_that_need_not_end_stays_held_while_its_device_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def during(own: Pauses, trainer: Any) -> None:
+        trainer._loop.signals._on_save(0, None)  # as SIGUSR1 asks
+        while "nothing is saved or evaluated in this pause" not in caplog.text:
+            pass
+        assert trainer._parking().is_parked and trainer.commands.is_held
+        Crowded.refuses = False
+        send(own.inbox, "resume")
+
+    Crowded.refuses = True
+    try:
+        trainer = tiny_trainer(tmp_path, [PausesAway(during)], max_steps=4)
+        assert trainer.train().global_step == 4
+    finally:
+        Crowded.refuses = True
+
+
+def test_lent_tensors_are_those_of_the_host_and_share_as_before() -> None:
+    model, optimizer = make_state()
+    before = [p.detach().clone() for p in model.parameters()]
+    slots = [slot["exp_avg"].clone() for slot in optimizer.state.values()]
+    parking = StateParking(model, optimizer, CPU)
+    parking.park()
+    parking.lend()
+    assert not parking.is_parked
+    for parameter, value in zip(model.parameters(), before):
+        assert torch.equal(parameter, value)
+    for slot, value in zip(optimizer.state.values(), slots):
+        assert torch.equal(slot["exp_avg"], value)
+    assert model[2].weight.data_ptr() == model[0].weight.data_ptr()

@@ -111,7 +111,7 @@ class Acts:
 
     def _bring_back(self) -> None:
         """Where the state was moved to the host, what follows needs it on the device."""
-        self._trainer.commands.bring_back()
+        self._trainer.commands.bring_back(or_end=False)
 
     # Looking at the model
 
