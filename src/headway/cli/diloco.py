@@ -119,6 +119,7 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sync-every", type=int, metavar="STEPS", help="local steps per exchange")
     parser.add_argument("--num-fragments", type=int, metavar="N", help="as the server has it")
     parser.add_argument("--comm", metavar="KIND", help="float32, bf16 or int8")
+    _add_fetch(parser)
     parser.add_argument("--dylu", action="store_true", default=None, help="follow the server")
     parser.add_argument("--token-file", metavar="FILE", help="this worker's token")
     parser.add_argument("--tls-ca", metavar="FILE", help="certificates to trust")
@@ -128,11 +129,18 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     add_launch_arguments(parser)
 
 
+def _add_fetch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--bf16-fetch", action="store_true", default=None, help="parameters come back as bfloat16"
+    )
+
+
 def _add_local(parser: argparse.ArgumentParser) -> None:
     parser.usage = "headway diloco local CONFIG --workers N [--any.key=value ...]"
     parser.add_argument("config", metavar="CONFIG", help="a run file (YAML)")
     _add_rules(parser, 500)
     parser.add_argument("--comm", metavar="KIND", default="bf16", help="float32, bf16 or int8")
+    _add_fetch(parser)
     parser.add_argument("--timeout-s", type=float, metavar="S", help="end all after so long")
 
 
@@ -161,6 +169,7 @@ def run_worker(options: argparse.Namespace) -> int:
         "sync_every": options.sync_every,
         "num_fragments": options.num_fragments,
         "comm": options.comm,
+        "bf16_fetch": options.bf16_fetch,
         "dylu": options.dylu,
         "token_file": options.token_file,
         "tls_ca": options.tls_ca,

@@ -154,7 +154,7 @@ class _Local:
         words = ["worker", options.config, "--server", address, "--worker-id", name]
         words += ["--sync-every", str(options.sync_every), "--comm", options.comm]
         words += ["--num-fragments", str(options.num_fragments), "--token-file", str(token_file)]
-        words += ["--dylu"] * options.dylu
+        words += ["--dylu"] * options.dylu + ["--bf16-fetch"] * bool(options.bf16_fetch)
         # Each has its own order of the data: equal workers would learn the same things.
         words += [*options.overrides, f"--args.seed={self.seed + number}"]
         words += [f"--args.output_dir={self.folder / name}"]

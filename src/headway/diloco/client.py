@@ -77,7 +77,8 @@ class DiLoCoClient:
     """A server, by its address.
 
     `token` is this worker's, or the one that all share. `tls_ca` is a file of certificates to trust
-    in place of the system's, and asks for TLS; so does an https:// address.
+    in place of the system's, and asks for TLS; so does an https:// address. `bf16_fetch` asks for
+    parameters rounded to bfloat16, which are half as many bytes.
     """
 
     def __init__(
@@ -88,10 +89,11 @@ class DiLoCoClient:
         tls_ca: str | None = None,
         timeout_s: float = 600.0,
         connect_s: float = CONNECT_S,
+        bf16_fetch: bool = False,
     ) -> None:
         self.address = parse_address(address)
         self.timeout_s = timeout_s
-        self._token = token
+        self._token, self._bf16_fetch = token, bf16_fetch
         self._connect_s = min(connect_s, timeout_s)
         self._silence_s = min(SILENCE_S, timeout_s)
         self._tls: ssl.SSLContext | None = None
@@ -149,6 +151,7 @@ class DiLoCoClient:
     ) -> tuple[Header, dict[str, Payload]]:
         """The current parameters of a fragment."""
         reader = Reader(shapes, dtypes=("float32", "bfloat16"))
+        words = {"fragment": fragment, **({"dtype": "bf16"} if self._bf16_fetch else {}), **query}
 
         def take(answer: http.client.HTTPResponse) -> Header:
             while chunk := answer.read(_READ_BYTES):
@@ -157,7 +160,7 @@ class DiLoCoClient:
             return reader.finish()
 
         try:
-            header = self._exchange("GET", "parameters", {"fragment": fragment, **query}, take=take)
+            header = self._exchange("GET", "parameters", words, take=take)
         except WireError as error:  # bytes were lost or changed on the way
             raise Unreachable(f"{self.address}: parameters came damaged: {error}") from error
         return header, reader.payloads

@@ -24,6 +24,8 @@ class WorkerOptions:
     """Parts of the model that take turns; 1 exchanges all of it at once."""
     comm: str = "bf16"
     """How pseudo-gradients travel: float32, bf16 or int8 (with what it loses added to the next)."""
+    bf16_fetch: bool = False
+    """Whether parameters come back rounded to bfloat16; the server keeps them in float32."""
     dylu: bool = False
     """Whether the server's recommendation for `sync_every`, by the worker's speed, is followed."""
     heartbeat_interval: float = 30.0
@@ -53,8 +55,10 @@ def _find_problems(options: WorkerOptions) -> list[str]:
             found.append(f"{name}: {given!r} given; allowed: a finite number of seconds above 0")
     if options.comm not in COMMS:
         found.append(unknown("comm", options.comm, COMMS))
-    if not isinstance(options.dylu, bool):
-        found.append(f"dylu: {options.dylu!r} given; allowed: true or false")
+    for name in ("dylu", "bf16_fetch"):
+        given = getattr(options, name)
+        if not isinstance(given, bool):
+            found.append(f"{name}: {given!r} given; allowed: true or false")
     alpha = options.merge_alpha
     if not _is_number(alpha) or not 0 <= alpha <= 1:
         found.append(f"merge_alpha: {alpha!r} given; allowed: from 0 to 1")

@@ -111,6 +111,8 @@ class Session:
 
     def _register(self, earlier: str | None) -> dict[str, Any]:
         with self._lock:
+            if self.stopping.is_set():
+                raise Unreachable("the run ends")  # who has left must not come back
             own = {"worker_id": self.worker_id, "step": self.step, "claim": self._claim}
             facts = {**self._facts, **own}
             previous = self.session or earlier
@@ -232,7 +234,13 @@ class Session:
         if self._thread is not None:
             self._thread.join(5.0)
             self._thread = None
-        if leave and self.session is not None:
-            with contextlib.suppress(DiLoCoError):
-                self.client.deregister(self.identify())
-        self.session = None
+        # A flight that is registering again is waited for: it would leave a worker behind.
+        held = self._lock.acquire(timeout=5.0)
+        try:
+            if leave and self.session is not None:
+                with contextlib.suppress(DiLoCoError):
+                    self.client.deregister(self.identify())
+            self.session = None
+        finally:
+            if held:
+                self._lock.release()

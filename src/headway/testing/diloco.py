@@ -91,7 +91,11 @@ class ToyWorker:
         self.worker = DiLoCoWorker(
             self.view,
             DiLoCoClient(
-                address, token, timeout_s=settings["timeout"], connect_s=connect_timeout_s
+                address,
+                token,
+                timeout_s=settings["timeout"],
+                connect_s=connect_timeout_s,
+                bf16_fetch=bool(settings.get("bf16_fetch")),
             ),
             WorkerOptions(**settings),
             worker_id=f"worker-{number}",

@@ -114,6 +114,7 @@ def test_flags_of_the_environment(monkeypatch: pytest.MonkeyPatch, word: str, me
         ({"comm": "bfloat16"}, ("comm", "bf16")),
         ({"bf16_comm": "yes"}, ("bf16_comm: 'yes'",)),
         ({"dylu": 1}, ("dylu: 1",)),
+        ({"bf16_fetch": "yes"}, ("bf16_fetch: 'yes'",)),
         ({"overlap_steps": 6, "sync_every": 5}, ("overlap_steps: 6", "at most 5")),
         ({"merge_alpha": 2}, ("merge_alpha: 2", "0 to 1")),
         ({"worker_id": "a b"}, ("worker_id: 'a b'",)),

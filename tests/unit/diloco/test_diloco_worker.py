@@ -151,6 +151,35 @@ def test_less_on_the_wire(tmp_path: Path, comm: str) -> None:
     assert counters.sync_count == 4 and counters.sent_bytes > 3 * counters.last_sent_bytes
 
 
+@pytest.mark.parametrize("comm", ["float32", "bf16"])
+def test_parameters_that_come_back_rounded_lose_nothing_of_what_was_learned(
+    tmp_path: Path, comm: str
+) -> None:
+    """The worker begins from rounded numbers; the server's own are not rounded by it."""
+    options = {"sync_every": 2, "comm": comm, "bf16_fetch": True, "model": toy_model(4, 64)}
+    with serving(tmp_path, toy_model(4, 64), **EXACT) as server:
+        state = server.core.state
+        assert state is not None
+        before = state.parameters
+        worker = ToyWorker(server.address, **options).start()
+        with stopped(worker):
+            begun = worker.values
+            assert same(begun, {n: v.bfloat16().float() for n, v in before.items()})
+            worker.train(2)
+            after = server.core.state.parameters
+            assert same(worker.values, {n: v.bfloat16().float() for n, v in after.items()})
+            worker.train(2)
+            received_bytes = worker.worker.counters.last_received_bytes
+            assert received_bytes < 0.6 * 4 * worker.view.specification.num_elements
+    left = {name: value.clone() for name, value in begun.items()}
+    for step in range(2):
+        toy_step(left, 0, step)
+    for name, now in left.items():
+        moved = begun[name] - now
+        wanted = before[name] - (moved if comm == "float32" else moved.bfloat16().float())
+        torch.testing.assert_close(after[name], wanted, rtol=0, atol=1e-6)
+
+
 def test_what_int8_leaves_over_goes_through_a_resume(tmp_path: Path) -> None:
     histories = []
     for stops in (False, True):
@@ -508,6 +537,41 @@ def test_an_end_in_the_midst_of_an_exchange_is_no_failure(
 
 
 # Without rounds of all
+
+
+def test_one_that_leaves_in_the_midst_of_an_exchange_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its submission meets a server that has let it go: the others would wait for a ghost."""
+    sent, left, returned = threading.Event(), threading.Event(), threading.Event()
+    with serving(tmp_path, num_workers=2, num_fragments=3, **EXACT) as server:
+        worker = ToyWorker(server.address, sync_every=6, num_fragments=3).start()
+        client = worker.worker._session.client
+        submit, deregister, register = client.submit, client.deregister, client.register
+
+        def submit_late(*given: Any, **query: Any) -> Any:
+            sent.set()
+            assert left.wait(20)
+            return submit(*given, **query)
+
+        def leave(facts: Any) -> None:
+            deregister(facts)
+            left.set()
+            returned.wait(0.5)
+
+        def come_back(facts: Any) -> Any:
+            returned.set()
+            return register(facts)
+
+        monkeypatch.setattr(client, "submit", submit_late)
+        monkeypatch.setattr(client, "deregister", leave)
+        monkeypatch.setattr(client, "register", come_back)
+        worker.train(2)
+        flight = worker.worker._flight
+        assert flight is not None and sent.wait(20)
+        worker.worker.stop()
+        assert flight.finish().kind == "unsettled"
+        assert not returned.is_set() and server.core.book.workers == {}
 
 
 def test_what_is_too_old_is_dropped_and_not_given_for_new(tmp_path: Path) -> None:

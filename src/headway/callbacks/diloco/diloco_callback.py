@@ -41,6 +41,7 @@ class DiLoCoCallback(TrainerCallback):
     worker, ends the run before its first step.
 
     `comm` (float32, bf16, int8) is what pseudo-gradients travel as; `bf16_comm` is the short form.
+    With `bf16_fetch` the new parameters come back as bfloat16 too.
     The token of this worker is in `token_file`, or in the environment as `DILOCO_TOKEN`.
     """
 
@@ -63,6 +64,7 @@ class DiLoCoCallback(TrainerCallback):
         token_file: str | None = None,
         tls_ca: str | None = None,
         first_retry_s: float = 2.0,
+        bf16_fetch: bool | None = None,
     ) -> None:
         from headway.diloco.options import WorkerOptions
 
@@ -77,6 +79,7 @@ class DiLoCoCallback(TrainerCallback):
                 sync_every=choose(sync_every, "DILOCO_SYNC_EVERY", 500),
                 num_fragments=choose(num_fragments, "DILOCO_NUM_FRAGMENTS", 1),
                 comm=self.comm,
+                bf16_fetch=choose(bf16_fetch, "DILOCO_BF16_FETCH", False),
                 dylu=choose(dylu, "DILOCO_DYLU", False),
                 heartbeat_interval=choose(heartbeat_interval, "DILOCO_HEARTBEAT_INTERVAL", 30.0),
                 timeout=timeout,
@@ -229,6 +232,7 @@ class DiLoCoCallback(TrainerCallback):
                 self._read_token(worker_id) if ranks.is_main else None,
                 tls_ca=self.tls_ca or None,
                 timeout_s=options.timeout,
+                bf16_fetch=options.bf16_fetch,
             ),
             options,
             worker_id=worker_id,
