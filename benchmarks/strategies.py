@@ -182,7 +182,7 @@ def bare_pipeline(steps: int, folder: str) -> list[float]:
     def loss_fn(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return chunked_cross_entropy(
             hidden, half.head.weight, shift_labels(labels), num_items=num_targets,
-            chunk_tokens=model.config.loss_chunk_tokens,
+            chunk_tokens=model.config.chunk_tokens,
         )  # fmt: skip
 
     stage = PipelineStage(half, rank, 2, torch.device("cpu"))

@@ -13,6 +13,7 @@ from typing import Any
 
 from headway.errors import ConfigError, unknown
 
+_CHUNK_LOGITS = 1 << 27
 ATTENTION_KINDS = ("flex", "sdpa")
 ROPE_SCALING_KEYS = (
     "factor",
@@ -91,8 +92,9 @@ class DecoderConfig:
     attention: str = "sdpa"
     """Attention kernel: 'sdpa' (everywhere) or 'flex' (block-sparse masks; trains on GPUs only)."""
 
-    loss_chunk_tokens: int = 1024
-    """Tokens whose logits exist at one time while the loss is computed; 0 means all of them."""
+    loss_chunk_tokens: int | None = None
+    """Tokens whose logits exist at one time while the loss is computed; 0 means all of them, None
+    as many as make 512 MiB of logits in float32, from 256 to 8,192."""
 
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
@@ -124,6 +126,15 @@ class DecoderConfig:
     def head_size(self) -> int:
         """`head_dim`, known to be an int."""
         return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def chunk_tokens(self) -> int:
+        """`loss_chunk_tokens`, known to be an int."""
+        if self.loss_chunk_tokens is not None:
+            return self.loss_chunk_tokens
+        # On a GPU larger chunks gain nothing more, smaller ones lose some percent of a step.
+        fitting = _CHUNK_LOGITS // self.vocab_size
+        return max(256, min(8192, 1 << max(0, fitting.bit_length() - 1)))
 
     def _fill_defaults(self) -> None:
         if any(not _is_positive_int(n) for n in (self.hidden_size, self.num_heads)):
@@ -228,7 +239,7 @@ def _number_problems(config: DecoderConfig) -> list[str]:
     if not _is_number(config.dropout) or not 0 <= config.dropout < 1:
         problems.append(f"dropout={config.dropout!r}: a number from 0 to below 1 is needed")
     chunk = config.loss_chunk_tokens
-    if chunk != 0 and not _is_positive_int(chunk):
+    if chunk is not None and chunk != 0 and not _is_positive_int(chunk):
         problems.append(f"loss_chunk_tokens={chunk!r}: 0 (no chunks) or a number above 0 is needed")
     return problems
 

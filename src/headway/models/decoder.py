@@ -237,7 +237,7 @@ class Decoder(nn.Module):
         return output
 
     def _loss(self, hidden: Tensor, labels: Tensor, num_items: int | Tensor | None) -> Tensor:
-        chunk_tokens = self.config.loss_chunk_tokens
+        chunk_tokens = self.config.chunk_tokens
         if computes_as_its_weight(self.lm_head):
             return chunked_cross_entropy(
                 hidden,

@@ -170,7 +170,7 @@ def estimate_training_memory(
     copies = a * _layer_matrices(config) if mixed else 0
 
     head = config.vocab_size * config.hidden_size
-    chunk = min(config.loss_chunk_tokens or tokens, tokens)
+    chunk = min(config.chunk_tokens or tokens, tokens)
     # A chunk's logits and their log-softmax, both in float32 whatever the weights are.
     loss = chunk * config.vocab_size * 8 + head * (4 + (a if mixed else 0))
 

@@ -90,6 +90,10 @@ class Strategy(ABC):
     def clip(self, max_norm: float | None) -> Tensor:
         """The total gradient norm; gradients are scaled down when it exceeds `max_norm`."""
 
+    def clip_in_step(self, max_norm: float | None, optimizer: torch.optim.Optimizer) -> Tensor:
+        """As `clip`, where nobody looks at gradients before `apply`: that may scale them itself."""
+        return self.clip(max_norm)
+
     @abstractmethod
     def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> bool:
         """Take the optimizer step, unless loss or norm is not finite, and clear the gradients.

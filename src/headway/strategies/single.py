@@ -18,6 +18,7 @@ from headway.data.loader import Window, WindowLoader
 from headway.errors import ConfigError
 from headway.models.generation import generate
 from headway.optim.in_backward import BackwardSteps
+from headway.optim.kernel_adamw import KernelAdamW
 from headway.precision.scaler import backward
 from headway.strategies.base import DataShard, EvalStep, Notify, Strategy
 from headway.strategies.movement import move_batch
@@ -42,6 +43,7 @@ class SingleDevice(Strategy):
         self._moves = self._reading_waits = device.type != "cpu"
         self._model: nn.Module | None = None
         self._parameters: list[nn.Parameter] = []
+        self._grad_factor: Tensor | None = None
 
     def setup(self, source: ModelSource) -> nn.Module:
         self._model = source.finish(source.build()).to(self.device)
@@ -95,6 +97,20 @@ class SingleDevice(Strategy):
             return EvalStep(*objective.evaluate(self._model, batch, with_logits=with_logits))
 
     def clip(self, max_norm: float | None) -> Tensor:
+        norm, self._grad_factor = self._norm(), None
+        if max_norm and self._steps is None:
+            nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm, foreach=True)
+        return norm
+
+    def clip_in_step(self, max_norm: float | None, optimizer: torch.optim.Optimizer) -> Tensor:
+        if not max_norm or self._steps is not None or not isinstance(optimizer, KernelAdamW):
+            return self.clip(max_norm)
+        norm = self._norm()
+        # The factor of torch's clip_grads_with_norm_, so that the result is the same to the bit.
+        self._grad_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return norm
+
+    def _norm(self) -> Tensor:
         if self._steps is not None:
             norms = self._steps.norms_of(self._parameters)
             zero = torch.zeros((), device=self.device)
@@ -102,10 +118,7 @@ class SingleDevice(Strategy):
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if not gradients:
             return torch.zeros((), device=self.device)
-        norm = nn.utils.get_total_norm(gradients, foreach=True)
-        if max_norm:
-            nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm, foreach=True)
-        return norm
+        return nn.utils.get_total_norm(gradients, foreach=True)
 
     def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> bool:
         if self._steps is not None:
@@ -115,7 +128,11 @@ class SingleDevice(Strategy):
             self.before_apply()
         # Anything not finite in the two makes their sum so.
         return take_step(
-            optimizer, loss + grad_norm, scale=self.loss_scale, reading_waits=self._reading_waits
+            optimizer,
+            loss + grad_norm,
+            scale=self.loss_scale,
+            reading_waits=self._reading_waits,
+            grad_factor=self._grad_factor,
         )
 
     def reduce(self, value: Tensor, operation: str) -> Tensor:
