@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from headway.args import TrainingArguments
@@ -56,10 +56,24 @@ def compile_cache(args: TrainingArguments) -> Iterator[None]:
     else:
         os.environ[_FOLDER] = str(folder)
     try:
-        yield
+        with _cached_functions():
+            yield
     finally:
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _cached_functions() -> Iterator[None]:
+    """Have graphs with gradients of their own (`torch.autograd.Function`) kept like all others.
+
+    What they compute, in both directions, is part of what a graph is looked up by.
+    """
+    from torch._functorch import config
+
+    name = "autograd_cache_allow_custom_autograd_functions"
+    with config.patch({name: True}) if hasattr(config, name) else nullcontext():
+        yield

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from headway import TrainingArguments
@@ -75,6 +77,41 @@ def test_options():
         arguments(torch_compile_cache="")
     with pytest.warns(UserWarning, match="torch_compile_cache='x': without effect"):
         TrainingArguments(torch_compile_cache="x")
+
+
+FACTOR = 2.0
+
+
+class Doubled(torch.autograd.Function):
+    """A gradient of its own, as those of kernels are."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * FACTOR
+
+
+@pytest.mark.slow
+def test_a_graph_with_a_gradient_of_its_own_is_kept(monkeypatch):
+    def gradient():
+        torch._dynamo.reset()
+        counters["aot_autograd"].clear()
+        x = torch.ones(4, requires_grad=True)
+        with compile_cache(arguments()):
+            torch.compile(lambda x: Doubled.apply(x).sin())(x).sum().backward()
+        return x.grad
+
+    found = counters["aot_autograd"]
+    first = gradient()
+    assert found["autograd_cache_saved"] > 0 and not found["autograd_cache_bypass"]
+    assert torch.equal(gradient(), first)
+    assert found["autograd_cache_hit"] > 0 and not found["autograd_cache_miss"]
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)  # which makes another graph of it
+    torch.testing.assert_close(gradient(), first * 1.5)
+    assert found["autograd_cache_miss"] > 0
 
 
 RUN = """
