@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.cli.bench_job import SEED, Job, Plan, Stopwatch
+from headway.cli.bench_systems import NAMES as SHARED_NAMES
 from headway.cli.bench_systems import (
     SYSTEMS,
     Losses,
@@ -194,20 +195,14 @@ ALL_SYSTEMS: dict[str, System] = {
     "headway-whole": headway_system(**WHOLE),
     "careful": careful_system(),
     "careful-blocks": careful_system(by_block=True),
-    "decoder": headway_system(with_decoder),
     "decoder-whole": headway_system(with_decoder, **WHOLE),
     **{f"decoder-fp8-{recipe}": fp8_system(recipe) for recipe in FP8},
 }
 NAMES = {
-    "bare": "bare loop, transformers' Llama",
-    "transformers": "HF Trainer, same model",
-    "lightning": "Lightning, same model",
-    "accelerate": "Accelerate, same model",
-    "headway": "Headway, same model",
+    **SHARED_NAMES,
     "headway-whole": "Headway, same model, compiled as a whole",
     "careful": "a careful hand-written model and loop",
     "careful-blocks": "the same, blocks compiled one by one",
-    "decoder": "Headway, reference decoder",
     "decoder-whole": "Headway, reference decoder, compiled as a whole",
     **{f"decoder-fp8-{recipe}": f"Headway, reference decoder, FP8 {recipe}" for recipe in FP8},
 }
@@ -218,6 +213,8 @@ def is_measured(system: str, job: str, compiled: bool) -> bool:
     """Whether a system has a figure in a column: some make sense in one of them only."""
     if "fp8" in system:
         return job == "B" and compiled
+    if system == "bare-decoder":
+        return False
     return compiled or not (system.startswith("careful") or system.endswith("-whole"))
 
 

@@ -23,15 +23,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from headway.cli import bench
+from headway.cli.bench_job import Plan
 
 GIB = 2**30
 Row = dict[str, Any]
@@ -130,8 +130,6 @@ def curve_tasks(options: argparse.Namespace) -> Iterator[Row]:
 def new_task(options: argparse.Namespace, plan: Row, steps: int) -> Row:
     import torch
 
-    from headway.cli.bench_job import Plan
-
     steps = options.steps or steps
     warmup = min(options.warmup, steps - 20)
     if warmup < 1 or steps % 10:
@@ -148,44 +146,30 @@ def measure_apart(task: Row, caches: Path, timeout_s: float) -> Row:
     is_kept = cache.exists()
     cache.mkdir(parents=True, exist_ok=True)
     environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
     }
-    with tempfile.TemporaryDirectory() as folder:
-        result, output = Path(folder, "result.json"), Path(folder, "output.txt")
-        task = {**task, "plan": {**plan, "started_s": time.time()}}
-        command = [sys.executable, __file__, "--task", json.dumps(task), "--result", str(result)]
-        with output.open("w") as file:
-            try:
-                done = subprocess.run(
-                    command, env=environment, stdout=file, stderr=file, timeout=timeout_s
-                )
-                problem = f"exit code {done.returncode}"
-            except subprocess.TimeoutExpired:
-                problem = f"no end after {timeout_s:.0f} s"
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        known = {k: v for k, v in task.items() if k != "plan"}
-        known |= {"date": date, "caches": "kept" if is_kept else "empty"}
-        if result.exists():
-            return known | json.loads(result.read_text())
-        said = output.read_text(errors="replace").strip().splitlines()
-        print("\n".join(said[-30:]), file=sys.stderr)
-        names = {"system": plan["system"], "job": plan["job"]["name"], "compiled": plan["compiled"]}
-        return known | names | {"error": f"{problem}: {said[-1] if said else 'no output'}"}
+    row = bench.measure_apart(
+        Plan.from_dict(plan),
+        [sys.executable, __file__],
+        environment=environment,
+        limit_s=timeout_s,
+    )
+    if "error" in row:
+        print("\n".join(row["output"]), file=sys.stderr)
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    known = {name: value for name, value in task.items() if name != "plan"}
+    return known | {"date": date, "caches": "kept" if is_kept else "empty"} | row
 
 
-def run_task(task: Row, result: Path) -> None:
+def run_task(plan: Row, result: Path) -> None:
     """In the process of a task."""
     from gpu_jobs import ALL_SYSTEMS, converted_decoder
 
-    from headway.cli.bench_job import Plan
     from headway.cli.bench_systems import measure
 
     systems = {**ALL_SYSTEMS, "curve-decoder": converted_decoder}
-    row = measure(Plan.from_dict(task["plan"]), systems)
+    row = measure(Plan.from_dict(plan), systems)
     result.write_text(json.dumps(row))
 
 

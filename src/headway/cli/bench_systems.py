@@ -1,8 +1,8 @@
 """The systems of a speed comparison: each trains the same job in the way its users would.
 
 Owns: a bare loop, Headway, HF Trainer, Lightning and an Accelerate loop around one transformers
-model, with the same weights, data, recipe and log interval. Does not own: time and memory
-(bench_job.py), processes and tables (bench.py).
+model, with the same weights, data, recipe and log interval; a bare loop and Headway around the
+reference decoder. Does not own: time and memory (bench_job.py), processes and tables (bench.py).
 
 Recipe: bf16 autocast over float32 weights, fused AdamW, clipping at 1.0, cosine schedule, a log
 record every ten steps, no evaluation, no checkpoint.
@@ -17,7 +17,7 @@ import importlib.util
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from headway.cli.bench_job import (
@@ -124,6 +124,19 @@ def run_bare(plan: Plan, watch: Stopwatch, folder: str) -> Losses:
     import torch
 
     model = new_llama(plan)
+    call = torch.compile(model) if plan.compiled else model
+    return run_loop(plan, watch, model, lambda batch: call(**batch).loss)
+
+
+def run_bare_decoder(plan: Plan, watch: Stopwatch, folder: str) -> Losses:
+    """The same loop around Headway's decoder."""
+    import torch
+
+    from headway.models import Decoder
+
+    torch.manual_seed(SEED)
+    with torch.device(plan.device):
+        model = Decoder(new_decoder_config(plan.job)).train()
     call = torch.compile(model) if plan.compiled else model
     return run_loop(plan, watch, model, lambda batch: call(**batch).loss)
 
@@ -376,15 +389,35 @@ SYSTEMS: dict[str, System] = {
     "transformers": run_transformers,
     "lightning": run_lightning,
     "accelerate": run_accelerate,
+    "bare-decoder": run_bare_decoder,
+    "decoder": headway_system(with_decoder),
+}
+NAMES = {
+    "bare": "bare loop, transformers' Llama",
+    "headway": "Headway, same model",
+    "transformers": "HF Trainer, same model",
+    "lightning": "Lightning, same model",
+    "accelerate": "Accelerate, same model",
+    "bare-decoder": "bare loop, reference decoder",
+    "decoder": "Headway, reference decoder",
+}
+_LIGHTNING_PACKAGES = tuple(name.partition(".")[0] for name in LIGHTNING)
+_PACKAGES = {
+    "lightning": ("transformers", _LIGHTNING_PACKAGES),
+    "accelerate": ("transformers", "accelerate"),
+    "transformers": ("transformers", "accelerate"),
+    "bare-decoder": (),
+    "decoder": (),
 }
 
 
-def is_installed(system: str) -> bool:
-    """Whether the packages of a system of `SYSTEMS` are there."""
-    needed = {"lightning": [name.partition(".")[0] for name in LIGHTNING]}
-    names: Iterable[str] = needed.get(system, ["accelerate"] if system == "accelerate" else [])
-    some = not names or any(importlib.util.find_spec(name) is not None for name in names)
-    return some and importlib.util.find_spec("transformers") is not None
+def lacking_package(system: str) -> str | None:
+    """A package that one of `SYSTEMS` needs and that is not installed; None if all are there."""
+    for package in _PACKAGES.get(system, ("transformers",)):
+        names = (package,) if isinstance(package, str) else package
+        if all(importlib.util.find_spec(name) is None for name in names):
+            return names[0]
+    return None
 
 
 def measure(plan: Plan, systems: Mapping[str, System] = SYSTEMS) -> dict[str, Any]:

@@ -28,6 +28,7 @@ VERBS = {
     "plot-lr": "show the learning-rate schedule of a run file",
     "lr-find": "try learning rates on a run's model and data, and suggest one",
     "batch-find": "find the largest batch per device that trains",
+    "bench": "how fast this machine trains, beside other trainers and a bare loop",
     "plot": "draw the curves of runs, in the terminal or in a file",
     "compare": "what differs between two runs, and which got further",
     "report": "everything about a run in one HTML page",
