@@ -197,8 +197,10 @@ def headway_system(
     """
 
     def run(plan: Plan, watch: Stopwatch, folder: str) -> Losses:
-        from headway import Trainer, TrainerCallback, TrainingArguments
+        from headway.args import TrainingArguments
         from headway.callbacks import TrainerControlCallback
+        from headway.engine.events import TrainerCallback
+        from headway.trainers.trainer import Trainer
 
         losses: dict[int, float] = {}
 
