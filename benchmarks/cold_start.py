@@ -10,8 +10,11 @@ on the device. The phases are those that `headway train` tells. After it, `--ste
 give the time of a step. Each row of the table is a process; those in `--compare` are run last, each
 with an empty cache of its own: the whole model compiled at once, and weights drawn on the host.
 
+`--probe` times what no trainer can do without, each in a process of its own: Python, torch, its
+compiler, the driver, the first product on the device.
+
     python benchmarks/cold_start.py [--tiny] [--steps 30] [--rounds 1] [--compare] [--imports]
-        [--set args.key=value ...] [--write]
+        [--probe] [--set args.key=value ...] [--write]
 """
 
 from __future__ import annotations
@@ -109,6 +112,31 @@ class Marks(TrainerCallback):
         return time.time()
 '''
 WARM_UP = 6
+_DRIVER = """
+import ctypes
+cuda = ctypes.CDLL("libcuda.so.1")
+assert cuda.cuInit(0) == 0
+"""
+_CONTEXT = "context = ctypes.c_void_p(); assert not "
+_CONTEXT += "cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)"
+# What is done first in a process, and then timed.
+PROBES = {
+    "Python": ("", ""),
+    "import torch": ("", "import torch"),
+    "the compiler, after torch": ("import torch", "import torch._dynamo"),
+    "its code generator, after that": ("import torch._dynamo", "import torch._inductor.compile_fx"),
+    "Headway, after torch": ("import torch._dynamo", "import headway.trainers.from_config"),
+}
+DEVICE_PROBES = {
+    "the driver": ("", _DRIVER),
+    "a context, after the driver": (_DRIVER, _CONTEXT),
+    "the first tensor, after torch": ("import torch", "torch.zeros(1, device='cuda').item()"),
+    "the first product, after that": (
+        "import torch; x = torch.ones(64, 64, device='cuda')",
+        "(x @ x).sum().item()",
+    ),
+    "triton": ("import torch", "import triton"),
+}
 # Caches of the compilers, which the user of this script may have set.
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
 
@@ -193,11 +221,26 @@ def show_imports(folder: Path, overrides: list[str]) -> str:
     return "\n".join(reversed(lines))
 
 
+def show_probes(on_device: bool) -> str:
+    lines = []
+    for label, (before, timed) in {**PROBES, **(DEVICE_PROBES if on_device else {})}.items():
+        code = f"{before}\nimport time\nbegan_s = time.perf_counter()\n{timed}\n"
+        code += "print(time.perf_counter() - began_s)"
+        began_s = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        whole_s = time.perf_counter() - began_s
+        failed = done.returncode != 0
+        seconds = whole_s if not timed or failed else float(done.stdout)
+        why = f" (failed: {done.stderr.strip().splitlines()[-1]})" if failed else ""
+        lines.append(f"{seconds:8.2f} s {label}{why}")
+    return "\n".join(lines)
+
+
 def tabulate(rows: list[tuple[str, dict]]) -> str:
     names: list[str] = []
     for _, row in rows:
         names += [name for name in row["phases_s"] if name not in names]
-    head = ["", "first step", "before Python", *names, "step ms", "graphs", "loss"]
+    head = ["", "first step", "beside", *names, "step ms", "graphs", "loss"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for label, row in rows:
         cells = [label, f"**{row['total_s']:.1f} s**", f"{row['total_s'] - row['told_s']:+.1f}"]
@@ -245,6 +288,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--compare", action="store_true", help="other ways to do it as well")
     parser.add_argument("--imports", action="store_true", help="show the expensive imports")
+    parser.add_argument("--probe", action="store_true", help="time what nobody can do without")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the run file")
     parser.add_argument("--write", action="store_true", help="into benchmarks/results")
     options = parser.parse_args()
@@ -258,6 +302,7 @@ def main() -> None:
         subprocess.run([sys.executable, "-c", code], check=True)
         rows = collect(options, folder)
         imports = show_imports(folder, options.set) if options.imports else ""
+    probes = show_probes("device" in rows[0][1]) if options.probe else ""
     import torch
 
     device = rows[0][1].get("device", platform.processor() or platform.machine())
@@ -269,6 +314,7 @@ def main() -> None:
             + (f", peak {peak:.1f} GiB" if peak else ""),
             tabulate(rows),
             tell_caches(rows),
+            *([f"```text\n{probes}\n```"] if probes else []),
         ]
     )
     print(text + (f"\n\n{imports}" if imports else ""))
