@@ -4,7 +4,8 @@ The tables: step time against parameters, layers, sequence length, callbacks and
 is a run of its own; the rows of a table take turns for several rounds in one process, so that a
 slow moment of the machine hits them alike. "Outside" is what is left of a step when forward,
 backward, clipping, update and schedule are taken off: data, events, metrics, logs. On a GPU the
-host waits in it, once per log, for the device; the median step has no log.
+host waits in it, once per log, for the device; the median step has no log. On a CPU with one thread
+the times are processor time: what else the machine does is not in them.
 
 With `--long`: 10,000 steps of one run with the default callbacks, a log every 10 steps and a
 checkpoint every 1,000. Told by thousands: step time and the part outside (medians of stretches of
@@ -69,10 +70,10 @@ class Stopwatch(TrainerCallback):
 
     priority = 1000
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         # Arrays, so that the measure adds no objects to those it counts.
-        self.began, self.inside, self.worked = array("d"), array("d"), array("d")
-        self._inside_s = 0.0
+        self.began, self.inside, self.wall = array("d"), array("d"), array("d")
+        self.clock, self._inside_s = clock, 0.0
 
     def on_train_begin(self, trainer: Any, lr_scheduler: Any) -> None:
         for owner, name in (
@@ -87,18 +88,18 @@ class Stopwatch(TrainerCallback):
         # `torch.optim` asks a scheduler's `step` whether it was wrapped, by its attributes.
         @functools.wraps(act)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
+            began = self.clock()
             try:
                 return act(*args, **kwargs)
             finally:
-                self._inside_s += time.perf_counter() - began
+                self._inside_s += self.clock() - began
 
         return watched
 
     def on_step_begin(self) -> None:
-        self.began.append(time.perf_counter())
+        self.began.append(self.clock())
         self.inside.append(self._inside_s)
-        self.worked.append(time.thread_time())
+        self.wall.append(time.perf_counter())
 
     def stretches(self, first: int, last: int | None = None) -> list[tuple[float, float]]:
         """(step, outside) in seconds per step, over each stretch of ten of these steps."""
@@ -109,10 +110,10 @@ class Stopwatch(TrainerCallback):
             found.append((whole / STRETCH, (whole - self.inside[b] + self.inside[a]) / STRETCH))
         return found
 
-    def processor(self, first: int, last: int) -> list[float]:
-        """Seconds of the main thread's processor time per step: others' load is not in it."""
+    def wall_stretches(self, first: int, last: int) -> list[float]:
+        """Seconds per step on the wall's clock."""
         return [
-            (self.worked[step + STRETCH] - self.worked[step]) / STRETCH
+            (self.wall[step + STRETCH] - self.wall[step]) / STRETCH
             for step in range(first, last - STRETCH + 1, STRETCH)
         ]
 
@@ -237,13 +238,18 @@ def count_parameters(sizes: dict[str, int]) -> int:
         return sum(p.numel() for p in Decoder(config).parameters())
 
 
+def choose_clock(device: str) -> Callable[[], float]:
+    alone = device == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if alone else time.perf_counter
+
+
 def tabulate(device: str, rounds: int, steps: int) -> list[str]:
     lines = []
     for title, rows in find_jobs(device).items():
         found: dict[str, list[Stopwatch]] = {name: [] for name in rows}
         for _ in range(rounds):
             for name, (sizes, make) in rows.items():
-                watch = Stopwatch()
+                watch = Stopwatch(choose_clock(device))
                 with tempfile.TemporaryDirectory() as folder, quiet():
                     make_trainer(folder, device, steps, [watch, *make()], **sizes).train()
                 found[name].append(watch)
@@ -287,10 +293,9 @@ class Ledger(TrainerCallback):
         if state.global_step % self.every == 0:
             # Counting the objects is no part of the run.
             with trainer.timing.aside():
-                began = time.perf_counter()
                 self.rows.append(self._look(state))
-                self.watch.began[-1] += time.perf_counter() - began
-                self.watch.worked[-1] = time.thread_time()
+                self.watch.began[-1] = self.watch.clock()
+                self.watch.wall[-1] = time.perf_counter()
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
         if self._metric in metrics:
@@ -323,7 +328,7 @@ def resident_bytes() -> int:
 
 def run_long(device: str, steps: int) -> list[str]:
     sizes = {"cpu": {"width": 32, "layers": 1, "length": 8, "batch": 2}, "cuda": BASE["cuda"]}
-    every, watch = steps // 10, Stopwatch()
+    every, watch = steps // 10, Stopwatch(choose_clock(device))
     with tempfile.TemporaryDirectory() as folder, quiet():
         ledger = Ledger(Path(folder), every, watch)
         make_trainer(
@@ -343,7 +348,7 @@ def run_long(device: str, steps: int) -> list[str]:
         ", ".join(f"{value} {name}" for name, value in sizes[device].items())
         + f"; default callbacks, a log every 10 steps, a checkpoint every {every:,}.",
         "",
-        "| steps | ms per step, median of stretches | processor time of it | outside, us | "
+        "| steps | ms per step, median of stretches | on the wall's clock | outside, us | "
         "resident MiB at the end | device MiB | reserved | objects | memory blocks | log records | "
         "log, KiB more | save held training up, ms | trainer_state.json, KiB |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
@@ -351,11 +356,11 @@ def run_long(device: str, steps: int) -> list[str]:
     for before, after in itertools.pairwise(ledger.rows):
         first, last = int(before["step"]), int(after["step"])
         stretches = watch.stretches(max(first, WARMUP_STEPS), last)
-        worked = statistics.median(watch.processor(max(first, WARMUP_STEPS), last))
+        wall = statistics.median(watch.wall_stretches(max(first, WARMUP_STEPS), last))
         held = ledger.held_s.get(last)
         lines.append(
             f"| {first:,} to {last:,} | {statistics.median(s for s, _ in stretches) * 1e3:.3f} | "
-            f"{worked * 1e3:.3f} | {statistics.median(o for _, o in stretches) * 1e6:.0f} | "
+            f"{wall * 1e3:.3f} | {statistics.median(o for _, o in stretches) * 1e6:.0f} | "
             f"{after['resident'] / 2**20:.1f} | {after['device'] / 2**20:.1f} | "
             f"{after['reserved'] / 2**20:.1f} | {after['objects']:,} | {after['blocks']:,} | "
             f"{after['records']:,} | {(after['log'] - before['log']) / 2**10:.1f} | "
