@@ -218,8 +218,8 @@ def _one_number(name: str, value: Any) -> Value:
 
 
 def _member(kind: type[Any], option: str, value: Any) -> Any:
-    if value is None:
-        return None
+    if value is None or type(value) is kind:  # asking the enumeration takes longer than the rest
+        return value
     try:
         return kind(value)
     except ValueError:
