@@ -29,7 +29,7 @@ def choose_folder(given: str | None, environment: Mapping[str, str]) -> Path:
 
     named = given or environment.get(_FOLDER)
     # torch writes its own choice there, some versions as soon as they are imported.
-    if not given and named == default_cache_dir():
+    if named and not given and named == default_cache_dir():
         named = None
     if named:
         return Path(named).expanduser().absolute()
@@ -51,7 +51,7 @@ def compile_cache(args: TrainingArguments) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"no permission to write in {folder}")
-    except (OSError, RuntimeError) as error:  # the latter where there is no home
+    except (OSError, RuntimeError, KeyError) as error:  # the latter two: no home, no user's name
         logger.warning("torch_compile_cache: %s; compiled code is kept where torch does", error)
     else:
         os.environ[_FOLDER] = str(folder)
