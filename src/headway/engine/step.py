@@ -52,10 +52,8 @@ class Stepper:
             num_targets = max(1, num_targets)
         loss = p.strategy.forward_backward(window, p.objective, num_targets, fire)
         fire("on_gradients")
-        if p.bus.listens("on_pre_optimizer_step"):
-            grad_norm = p.strategy.clip(p.args.max_grad_norm)
-        else:
-            grad_norm = p.strategy.clip_in_step(p.args.max_grad_norm, p.optimizer)
+        is_watched = p.bus.listens("on_pre_optimizer_step")
+        grad_norm = p.strategy.clip(p.args.max_grad_norm, None if is_watched else p.optimizer)
         fire("on_pre_optimizer_step")
         self._last_step.update()
         taken = p.strategy.apply(p.optimizer, loss, grad_norm)

@@ -162,7 +162,9 @@ class AccelerateStrategy(RankedStrategy):
         with self.accelerator.autocast():
             return super().eval_forward(batch, objective, with_logits=with_logits)
 
-    def clip(self, max_norm: float | None) -> Tensor:
+    def clip(
+        self, max_norm: float | None, in_step_of: torch.optim.Optimizer | None = None
+    ) -> Tensor:
         if self._zero is not None and self._zero.stage:
             return self._zero.norm(max_norm).to(self.device)
         gradients = [p.grad for p in self._parameters if p.grad is not None]

@@ -87,12 +87,13 @@ class Strategy(ABC):
         """One evaluation batch without gradients."""
 
     @abstractmethod
-    def clip(self, max_norm: float | None) -> Tensor:
-        """The total gradient norm; gradients are scaled down when it exceeds `max_norm`."""
+    def clip(
+        self, max_norm: float | None, in_step_of: torch.optim.Optimizer | None = None
+    ) -> Tensor:
+        """The total gradient norm; gradients are scaled down when it exceeds `max_norm`.
 
-    def clip_in_step(self, max_norm: float | None, optimizer: torch.optim.Optimizer) -> Tensor:
-        """As `clip`, where nobody looks at gradients before `apply`: that may scale them itself."""
-        return self.clip(max_norm)
+        Where nobody looks at them before the step of an optimizer, that may scale them itself.
+        """
 
     @abstractmethod
     def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> bool:

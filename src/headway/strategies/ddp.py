@@ -159,7 +159,9 @@ class DistributedDataParallelStrategy(RankedStrategy):
             self.loss_scale.unscale(self._parameters)
         return total
 
-    def clip(self, max_norm: float | None) -> Tensor:
+    def clip(
+        self, max_norm: float | None, in_step_of: torch.optim.Optimizer | None = None
+    ) -> Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = torch.zeros((), device=self.device)
         if gradients:

@@ -225,7 +225,9 @@ class FullyShardedStrategy(RankedStrategy):
             module.reshard()
 
     @torch.no_grad()
-    def clip(self, max_norm: float | None) -> Tensor:
+    def clip(
+        self, max_norm: float | None, in_step_of: torch.optim.Optimizer | None = None
+    ) -> Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         local = [local_tensor(gradient) for gradient in gradients]
         norm = self._total_norm(gradients, local)

@@ -96,18 +96,17 @@ class SingleDevice(Strategy):
         with self.eval_context():
             return EvalStep(*objective.evaluate(self._model, batch, with_logits=with_logits))
 
-    def clip(self, max_norm: float | None) -> Tensor:
+    def clip(
+        self, max_norm: float | None, in_step_of: torch.optim.Optimizer | None = None
+    ) -> Tensor:
         norm, self._grad_factor = self._norm(), None
-        if max_norm and self._steps is None:
+        if not max_norm or self._steps is not None:
+            return norm
+        if isinstance(in_step_of, KernelAdamW):
+            # torch's clip_grads_with_norm_ has the same factor: the result is equal to the bit.
+            self._grad_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        else:
             nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm, foreach=True)
-        return norm
-
-    def clip_in_step(self, max_norm: float | None, optimizer: torch.optim.Optimizer) -> Tensor:
-        if not max_norm or self._steps is not None or not isinstance(optimizer, KernelAdamW):
-            return self.clip(max_norm)
-        norm = self._norm()
-        # The factor of torch's clip_grads_with_norm_, so that the result is the same to the bit.
-        self._grad_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
     def _norm(self) -> Tensor:

@@ -277,7 +277,9 @@ class PipelineStrategy(RankedStrategy):
         task = Task(pieces, objective, num_targets, own, self.train_context, counts)
         return self._runner.step(batch["input_ids"], task)
 
-    def clip(self, max_norm: float | None) -> Tensor:
+    def clip(
+        self, max_norm: float | None, in_step_of: torch.optim.Optimizer | None = None
+    ) -> Tensor:
         return self._gradients.clip(max_norm, self._steps.norms_of if self._steps else None)
 
     def apply(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> bool:
