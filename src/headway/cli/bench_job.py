@@ -219,7 +219,9 @@ def describe_machine(plan: Plan) -> dict[str, str]:
 
     name = torch.cuda.get_device_name() if plan.on_gpu else platform.processor() or "CPU"
     versions = {"device": name, "python": platform.python_version(), "torch": torch.__version__}
-    for package in ("headway", "transformers", "accelerate", "lightning", "pytorch-lightning"):
+    # Without aiohttp there is no control server.
+    others = ("transformers", "accelerate", "lightning", "pytorch-lightning", "torchao", "aiohttp")
+    for package in ("headway", *others):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -438,6 +438,7 @@ def measure(plan: Plan, systems: Mapping[str, System] = SYSTEMS) -> dict[str, An
         "job": plan.job.name,
         "compiled": plan.compiled,
         "precision": plan.precision,
+        "on_gpu": plan.on_gpu,
         "steps": plan.steps,
         "step_ms": middle_ms,
         "best_step_ms": min(times_ms),
