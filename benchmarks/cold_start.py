@@ -138,7 +138,7 @@ DEVICE_PROBES = {
     "triton": ("import torch", "import triton"),
 }
 # Caches of the compilers, which the user of this script may have set.
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "XDG_CACHE_HOME")
 
 
 def write_job(folder: Path, job: dict, steps: int) -> Path:
@@ -184,7 +184,8 @@ def measure(folder: Path, cache: Path, overrides: list[str]) -> dict:
     shutil.rmtree(folder / "out", ignore_errors=True)
     (folder / "marks.json").unlink(missing_ok=True)
     environment = {k: v for k, v in os.environ.items() if k not in CACHES}
-    environment["XDG_CACHE_HOME"] = str(cache)
+    # Kernels that Headway brings itself are kept by triton.
+    environment |= {"XDG_CACHE_HOME": str(cache), "TRITON_HOME": str(cache)}
     command = [sys.executable, "-m", "headway", "train", "run.yaml", "--json"]
     began_s = time.time()
     done = subprocess.run(
