@@ -1,7 +1,7 @@
 """Proofs that a DiLoCo server refuses what is hostile and survives being killed.
 
     python benchmarks/diloco_faults.py [--only hostile server_kills server_kills_async
-                                               worker_kills training_kills]
+                                               worker_kills training_kills outages]
                                        [--seed 1] [--scale 1.0]
 
 `--scale 0.01` is a quick look; 1 is the full size. Results add to
@@ -25,6 +25,7 @@ import torch
 from proof_records import add_record, describe, describe_machine, find_commit, run_proof
 
 from headway.testing.proofs.diloco_hostile import prove_hostile
+from headway.testing.proofs.diloco_outages import prove_outages
 from headway.testing.proofs.diloco_server_kills import prove_server_kills
 from headway.testing.proofs.diloco_training_kills import prove_training_kills
 from headway.testing.proofs.diloco_worker_kills import prove_worker_kills
@@ -38,6 +39,7 @@ PROOFS: dict[str, tuple[int, Callable[[int, int], Outcome]]] = {
     "server_kills_async": (50, lambda size, seed: prove_server_kills(size, seed, mode="async")),
     "worker_kills": (200, prove_worker_kills),
     "training_kills": (200, prove_training_kills),
+    "outages": (100, prove_outages),
 }
 WANTED = """\
 | proof | wanted |
@@ -48,6 +50,8 @@ twice, the state bit-equal to a replay of the ledger |
 | kills of workers | 200, at every place of an exchange: the same |
 | kills of workers that train | 200 of `headway diloco worker`, at moments chosen by chance: the \
 same, and a round within a heartbeat (1 s) plus one second of the return |
+| kills of the server under workers that train | 100, at moments chosen by chance: the same, from \
+the restart on |
 """
 
 

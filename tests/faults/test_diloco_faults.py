@@ -16,10 +16,13 @@ import torch
 
 from headway.diloco.ledger import replay
 from headway.testing.diloco import ToyWorker, serving, stopped, together, train_together
+from headway.testing.proofs.diloco_outages import prove_outages
 from headway.testing.proofs.diloco_training_kills import prove_training_kills
 from headway.testing.proofs.diloco_worker_kills import PHASES, prove_worker_kills
 from headway.testing.proxy import Fault, Proxy
 
+LONG_S = 30.0
+"""Other tests run beside these: how soon rounds go on is measured by the proofs of full size."""
 FULL = os.environ.get("HEADWAY_FAULTS_FULL") == "1"
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9, "accumulate": "float64"}
 SERVER = {"num_workers": 2, "keep_submissions": True, "max_attempts": 1000, **OUTER}
@@ -185,6 +188,13 @@ def test_a_worker_that_is_killed_anywhere_comes_back_and_counts_once() -> None:
 
 @pytest.mark.timeout(600 if FULL else 120)
 def test_killed_runs_of_the_command_come_back_and_count_once() -> None:
-    outcome = prove_training_kills(200 if FULL else 3, seed=4)
+    outcome = prove_training_kills(200 if FULL else 3, seed=4, resumed_s=LONG_S)
     outcome.require_success()
     assert outcome.counts["kills"] >= 6 and outcome.counts["rounds with all"] >= 3
+
+
+@pytest.mark.timeout(600 if FULL else 120)
+def test_runs_of_the_command_live_through_kills_of_their_server() -> None:
+    outcome = prove_outages(100 if FULL else 3, seed=4, resumed_s=LONG_S)
+    outcome.require_success()
+    assert outcome.counts["reconnections"] >= 1 and outcome.counts["rounds"] >= 2

@@ -1,6 +1,6 @@
 """How long to wait before asking again.
 
-Owns: the pauses between attempts: 2 s, doubling, at most a minute, each shortened by chance so that
+Owns: the pauses between attempts: 2 s, doubling, up to a limit, each shortened by chance so that
 workers that lost one server do not all come back at once. Does not own: what is worth a repetition.
 """
 
@@ -26,7 +26,7 @@ class Backoff:
         stop: threading.Event | None = None,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        self._next_s, self._most_s = first_s, most_s
+        self._next_s, self._most_s = min(first_s, most_s), most_s
         self._stop = stop or threading.Event()
         self._chance = chance
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from headway.diloco.backoff import Backoff
 from headway.diloco.faults import (
     MISTAKES,
     Busy,
@@ -140,7 +139,7 @@ class Flight:
             self.outcome = Outcome("fatal", reason=f"{type(error).__name__}: {error}")
 
     def _fly(self) -> Outcome:
-        backoff = Backoff(self._session.first_pause_s, stop=self._session.stopping)
+        backoff = self._session.make_backoff()
         # One limit for all of it: a server that comes and goes cannot hold training for ever.
         deadline = self._clock() + self._timeout_s
         failures = returns = 0

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headway.diloco.backoff import FIRST_S, Backoff
+from headway.diloco.backoff import FIRST_S, MOST_S, Backoff
 from headway.diloco.client import DiLoCoClient, as_registration_fault
 from headway.diloco.faults import (
     MISTAKES,
@@ -80,7 +80,7 @@ class Session:
         taken may mean an earlier process of this worker, whose last session nobody knows any more:
         it is let go when it gives no sign of life, and waited for until then.
         """
-        backoff = Backoff(self.first_pause_s, stop=self.stopping)
+        backoff = self.make_backoff()
         # What the file says is newer than what a checkpoint does.
         remembered = self._remembered()
         previous = remembered.get("session") or earlier
@@ -200,17 +200,26 @@ class Session:
 
     def start_beating(self) -> None:
         """From now on, from a thread."""
-        told = self.server.get("heartbeat_s")
-        interval_s = self._heartbeat_s
-        if isinstance(told, int | float) and told > 0:
-            interval_s = min(interval_s, float(told))
         self._thread = threading.Thread(
-            target=self._keep_beating, args=(interval_s,), name="headway-diloco", daemon=True
+            target=self._keep_beating, name="headway-diloco", daemon=True
         )
         self._thread.start()
 
-    def _keep_beating(self, interval_s: float) -> None:
-        while not self.stopping.wait(interval_s):
+    @property
+    def beat_s(self) -> float:
+        """Seconds from one sign of life to the next: the worker's, or fewer if the server asks."""
+        told = self.server.get("heartbeat_s")
+        if isinstance(told, int | float) and told > 0:
+            return min(self._heartbeat_s, float(told))
+        return self._heartbeat_s
+
+    def make_backoff(self) -> Backoff:
+        """Pauses that end with the run, none longer than from one sign of life to the next: a
+        server that is back is met again within that time."""
+        return Backoff(self.first_pause_s, min(MOST_S, self.beat_s), stop=self.stopping)
+
+    def _keep_beating(self) -> None:
+        while not self.stopping.wait(self.beat_s):
             lost = self.session
             try:
                 self.beat()

@@ -25,6 +25,7 @@ from headway.diloco.faults import (
     Unreachable,
     VersionMismatch,
 )
+from headway.diloco.session import Session
 from headway.diloco.wire import Message, compose
 from headway.errors import ConfigError
 from headway.testing.proxy import Fault, Proxy
@@ -249,3 +250,13 @@ def test_a_pause_ends_with_the_run() -> None:
     stop = threading.Event()
     stop.set()
     assert Backoff(60, stop=stop).wait() is False
+
+
+def test_no_pause_is_longer_than_from_one_sign_of_life_to_the_next() -> None:
+    """A server that is back is met again within a heartbeat, however long it was away."""
+    session = Session(DiLoCoClient("kite:1"), "a", {}, heartbeat_s=20.0)
+    for told, longest_s in (({}, 20.0), ({"heartbeat_s": 3.0}, 3.0), ({"heartbeat_s": 90}, 20.0)):
+        session.server = told
+        backoff = session.make_backoff()
+        pauses_s = [backoff.take() for _ in range(12)]
+        assert 0.75 * longest_s <= max(pauses_s) <= longest_s == session.beat_s

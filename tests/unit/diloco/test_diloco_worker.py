@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headway.checkpoint.ranks import SoloRanks
+from headway.diloco.backoff import Backoff
 from headway.diloco.counters import Speed
 from headway.diloco.faults import Unreachable
 from headway.diloco.flight import Flight
@@ -456,7 +457,7 @@ def test_a_connection_that_comes_and_goes_does_not_make_the_wait_longer() -> Non
     client = Flaky(clock)
     session = SimpleNamespace(
         client=client, session="s", worker_id="a", rounds=["r-1-x"], server={"mode": "sync"},
-        first_pause_s=1e-4, stopping=threading.Event(), beat=lambda: None,
+        make_backoff=lambda: Backoff(1e-4, 1e-4), stopping=threading.Event(), beat=lambda: None,
     )  # fmt: skip
     flight = Flight(
         session, compose({}, {}), fragment=0, round_id="r-1-x", shapes={}, local_steps=1,
