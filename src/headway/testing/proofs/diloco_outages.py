@@ -62,7 +62,7 @@ def prove_outages(num_kills: int, seed: int, resumed_s: float = RESUMED_S) -> Ou
         trial = _Trial(folder, forks, outcome, resumed_s)
         if trial.run(num_kills, chance):
             trial.look()
-        if outcome.failures:
+        elif outcome.failures:
             outcome.failures[-1] += f"\n{(folder / 'log').read_text()[-3000:]}"
     return outcome
 

@@ -98,7 +98,7 @@ def prove_training_kills(num_kills: int, seed: int, resumed_s: float = RESUMED_S
             ran_through = trial.run(num_kills, random.Random(seed))
         if ran_through:  # also if something took too long: that does not excuse the books
             check_ledger(folder / "run", outcome, server.state_hash)
-        if outcome.failures:
+        elif outcome.failures:
             outcome.failures[-1] += f"\n{(folder / 'log').read_text()[-3000:]}"
     return outcome
 
