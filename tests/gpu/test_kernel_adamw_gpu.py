@@ -91,7 +91,7 @@ def test_states_move_between_it_and_torchs_own() -> None:
     with torch.no_grad():
         for one, other in zip(weights, others):
             other.copy_(one)
-    reference.load_state_dict(optimizer.state_dict())
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for step in (1, 2):
         give_grads(weights, step)
         give_grads(others, step)

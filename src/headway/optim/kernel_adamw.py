@@ -29,17 +29,17 @@ def _kernel() -> Any:
     def adamw_blocks(  # type: ignore[no-untyped-def]
         addresses, num_tensors, sizes, owners, starts, rates, factor, found_inf,
         beta1, one_less_beta1, beta2, one_less_beta2, eps,
-        HAS_FACTOR: tl.constexpr, HAS_FLAG: tl.constexpr, BLOCK: tl.constexpr,
+        HAS_FLAG: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         program = tl.program_id(0)
         owner = tl.load(owners + program)
         start, size = tl.load(starts + program), tl.load(sizes + owner)
         kind = tl.pointer_type(tl.float32)
         own = addresses + owner
-        weights = tl.multiple_of(tl.load(own).to(kind), 4)
-        grads = tl.multiple_of(tl.load(own + num_tensors).to(kind), 4)
-        means = tl.multiple_of(tl.load(own + 2 * num_tensors).to(kind), 4)
-        squares = tl.multiple_of(tl.load(own + 3 * num_tensors).to(kind), 4)
+        weights = tl.multiple_of(tl.load(own).to(kind), 16)
+        grads = tl.multiple_of(tl.load(own + num_tensors).to(kind), 16)
+        means = tl.multiple_of(tl.load(own + 2 * num_tensors).to(kind), 16)
+        squares = tl.multiple_of(tl.load(own + 3 * num_tensors).to(kind), 16)
         step_size = tl.load(rates + 3 * owner)
         root = tl.load(rates + 3 * owner + 1)
         decay = tl.load(rates + 3 * owner + 2)
@@ -47,12 +47,10 @@ def _kernel() -> Any:
         inside = at < size
         if HAS_FLAG:
             inside = inside & (tl.load(found_inf) == 0.0)
-        grad = tl.load(grads + at, mask=inside)
+        grad = tl.load(grads + at, mask=inside) * tl.load(factor)
         weight = tl.load(weights + at, mask=inside)
         mean = tl.load(means + at, mask=inside)
         square = tl.load(squares + at, mask=inside)
-        if HAS_FACTOR:
-            grad *= tl.load(factor)
         weight -= decay * weight
         mean = beta1 * mean + one_less_beta1 * grad
         square = beta2 * square + one_less_beta2 * grad * grad
@@ -68,15 +66,23 @@ class _Layout:
     """Which program works on which block of which tensor; the same as long as the sizes are."""
 
     def __init__(self, sizes: tuple[int, ...], device: torch.device) -> None:
-        self.sizes = sizes
         owners, starts = [], []
         for number, size in enumerate(sizes):
             blocks = torch.arange(0, size, _BLOCK)
             starts.append(blocks)
-            owners.append(torch.full_like(blocks, number, dtype=torch.int32))
-        self.owners = torch.cat(owners).to(device)
-        self.starts = torch.cat(starts).to(device)
-        self.on_device = torch.tensor(sizes).to(device)
+            owners.append(torch.full_like(blocks, number))
+        self.owners, self.starts = (
+            _send(torch.cat(owners), device),
+            _send(torch.cat(starts), device),
+        )
+        self.sizes = _send(torch.tensor(sizes), device)
+        # Without clipping the factor is 1: with another kernel the last bits might differ.
+        self.one = torch.ones((), device=device)
+
+
+def _send(values: Tensor, device: torch.device) -> Tensor:
+    """To the device, without waiting for it."""
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 class KernelAdamW(torch.optim.AdamW):
@@ -94,8 +100,8 @@ class KernelAdamW(torch.optim.AdamW):
         factor, self.grad_factor = self.grad_factor, None
         with torch.no_grad():
             if all(map(_fits, self.param_groups)):
-                for number, group in enumerate(self.param_groups):
-                    self._step_group(number, group, factor)
+                for group in self.param_groups:
+                    self._step_group(group, factor)
                 return loss
             if factor is not None:
                 grads = [p.grad for g in self.param_groups for p in g["params"]]
@@ -103,7 +109,7 @@ class KernelAdamW(torch.optim.AdamW):
             super().step()
         return loss
 
-    def _step_group(self, number: int, group: dict[str, Any], factor: Tensor | None) -> None:
+    def _step_group(self, group: dict[str, Any], factor: Tensor | None) -> None:
         weights: list[Tensor] = []
         grads: list[Tensor] = []
         means: list[Tensor] = []
@@ -115,25 +121,23 @@ class KernelAdamW(torch.optim.AdamW):
         torch._foreach_add_(steps, 1)
         found_inf = getattr(self, "found_inf", None)
         device, (beta1, beta2) = weights[0].device, group["betas"]
-        layout = self._find_layout(number, weights)
+        layout = self._find_layout(weights)
         addresses = [t.data_ptr() for own in (weights, grads, means, squares) for t in own]
-        table = torch.tensor(addresses, dtype=torch.int64, pin_memory=True)
         with torch.cuda.device(device):
             _kernel()[(layout.owners.numel(),)](
-                table.to(device, non_blocking=True),
+                _send(torch.tensor(addresses), device),
                 len(weights),
-                layout.on_device,
+                layout.sizes,
                 layout.owners,
                 layout.starts,
                 _rates(steps, group),
-                factor,
+                layout.one if factor is None else factor,
                 found_inf,
                 beta1,
                 1 - beta1,
                 beta2,
                 1 - beta2,
                 group["eps"],
-                HAS_FACTOR=factor is not None,
                 HAS_FLAG=found_inf is not None,
                 BLOCK=_BLOCK,
                 num_warps=8,
@@ -141,12 +145,12 @@ class KernelAdamW(torch.optim.AdamW):
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf] * len(steps))
 
-    def _find_layout(self, number: int, weights: Sequence[Tensor]) -> _Layout:
-        layouts: dict[int, _Layout] = self.__dict__.setdefault("_layouts", {})
+    def _find_layout(self, weights: Sequence[Tensor]) -> _Layout:
+        layouts: dict[tuple[int, ...], _Layout] = self.__dict__.setdefault("_layouts", {})
         sizes = tuple(weight.numel() for weight in weights)
-        if number not in layouts or layouts[number].sizes != sizes:
-            layouts[number] = _Layout(sizes, weights[0].device)
-        return layouts[number]
+        if sizes not in layouts:
+            layouts[sizes] = _Layout(sizes, weights[0].device)
+        return layouts[sizes]
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())  # type: ignore[no-untyped-call]
