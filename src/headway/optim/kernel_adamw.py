@@ -26,28 +26,11 @@ def _kernel() -> Any:
     import triton.language as tl
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def adamw_blocks(  # type: ignore[no-untyped-def]
-        addresses, num_tensors, sizes, owners, starts, rates, factor, found_inf,
+    def update_block(  # type: ignore[no-untyped-def]
+        weights, grads, means, squares, at, inside, factor, step_size, root, decay,
         beta1, one_less_beta1, beta2, one_less_beta2, eps,
-        HAS_FLAG: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        program = tl.program_id(0)
-        owner = tl.load(owners + program)
-        start, size = tl.load(starts + program), tl.load(sizes + owner)
-        kind = tl.pointer_type(tl.float32)
-        own = addresses + owner
-        weights = tl.multiple_of(tl.load(own).to(kind), 16)
-        grads = tl.multiple_of(tl.load(own + num_tensors).to(kind), 16)
-        means = tl.multiple_of(tl.load(own + 2 * num_tensors).to(kind), 16)
-        squares = tl.multiple_of(tl.load(own + 3 * num_tensors).to(kind), 16)
-        step_size = tl.load(rates + 3 * owner)
-        root = tl.load(rates + 3 * owner + 1)
-        decay = tl.load(rates + 3 * owner + 2)
-        at = tl.multiple_of(start, BLOCK) + tl.arange(0, BLOCK)
-        inside = at < size
-        if HAS_FLAG:
-            inside = inside & (tl.load(found_inf) == 0.0)
-        grad = tl.load(grads + at, mask=inside) * tl.load(factor)
+        grad = tl.load(grads + at, mask=inside) * factor
         weight = tl.load(weights + at, mask=inside)
         mean = tl.load(means + at, mask=inside)
         square = tl.load(squares + at, mask=inside)
@@ -58,6 +41,41 @@ def _kernel() -> Any:
         tl.store(weights + at, weight, mask=inside)
         tl.store(means + at, mean, mask=inside)
         tl.store(squares + at, square, mask=inside)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def adamw_blocks(  # type: ignore[no-untyped-def]
+        addresses, num_tensors, sizes, owners, starts, rates, factor, found_inf,
+        beta1, one_less_beta1, beta2, one_less_beta2, eps,
+        HAS_FLAG: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        program = tl.program_id(0)
+        owner = tl.load(owners + program)
+        start, size = tl.load(starts + program), tl.load(sizes + owner)
+        if HAS_FLAG:
+            # A step that is withheld finds every tensor empty.
+            size = tl.where(tl.load(found_inf) == 0.0, size, 0)
+        kind = tl.pointer_type(tl.float32)
+        own = addresses + owner
+        weights = tl.multiple_of(tl.load(own).to(kind), 16)
+        grads = tl.multiple_of(tl.load(own + num_tensors).to(kind), 16)
+        means = tl.multiple_of(tl.load(own + 2 * num_tensors).to(kind), 16)
+        squares = tl.multiple_of(tl.load(own + 3 * num_tensors).to(kind), 16)
+        step_size = tl.load(rates + 3 * owner)
+        root = tl.load(rates + 3 * owner + 1)
+        decay = tl.load(rates + 3 * owner + 2)
+        by = tl.load(factor)
+        at = tl.multiple_of(start, BLOCK) + tl.arange(0, BLOCK)
+        # With a mask of unknown length, loads are as narrow as one element.
+        if start + BLOCK <= size:
+            update_block(
+                weights, grads, means, squares, at, None, by, step_size, root, decay,
+                beta1, one_less_beta1, beta2, one_less_beta2, eps,
+            )  # fmt: skip
+        else:
+            update_block(
+                weights, grads, means, squares, at, at < size, by, step_size, root, decay,
+                beta1, one_less_beta1, beta2, one_less_beta2, eps,
+            )  # fmt: skip
 
     return adamw_blocks
 
