@@ -181,12 +181,15 @@ def report(options: argparse.Namespace, trainer: Any, output: Any) -> None:
     checkpoint = find_latest_checkpoint(output_dir, kind="training")
     if output.interrupted_by is not None:
         print(f"stopped at step {output.global_step:,} by {output.interrupted_by}")
+    elif trainer.state.outcome == "aborted":
+        print(f"aborted at step {output.global_step:,} by command, without a save")
     elif output.metrics["train_samples"] == 0:
         print(f"nothing left to do: {output.global_step:,} steps are done (args.max_steps)")
     else:
         print(f"trained {output.global_step:,} steps, mean loss {output.training_loss:.4f}")
     if checkpoint is None:
-        print(f"no checkpoint was saved (args.save_strategy={trainer.args.save_strategy!r})")
+        if trainer.state.outcome != "aborted":
+            print(f"no checkpoint was saved (args.save_strategy={trainer.args.save_strategy!r})")
         return
     print(f"checkpoint: {checkpoint}")
     if output.interrupted_by is not None:

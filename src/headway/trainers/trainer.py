@@ -24,6 +24,7 @@ from headway.config.snapshot import take_snapshot, versions, write_snapshot
 from headway.data.loader import WindowLoader
 from headway.dist.agreement import require_equal
 from headway.dist.channel import RankChannel
+from headway.dist.command import find_command
 from headway.dist.env import DistributedEnvInterface, detect_env
 from headway.dist.failure import guard_run
 from headway.dist.seed import derive_seed, draw_seed, seed_all
@@ -340,7 +341,7 @@ class Trainer(
         self.cancel.begin()
         # Made of the time, and so another one on every rank.
         self.args.logging_dir = self._ranks().share(self.args.logging_dir)
-        snapshot = take_snapshot(self._run_config, self.args)
+        snapshot = take_snapshot(self._run_config, self.args, find_command())
         self._require_same(snapshot["config"])
         saver = self._saver = Saver(self, snapshot["config"])
         found = saver.find(resume)
