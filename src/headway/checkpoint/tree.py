@@ -39,11 +39,22 @@ _LIST_TYPES: dict[str, Callable[[Iterable[Any]], Any]] = {
 }
 
 
+def _stands_for_itself(value: Any) -> bool:
+    """Whether JSON has it. Asked before all else: long histories are made of these."""
+    kind = type(value)
+    if kind is float:
+        return math.isfinite(value)
+    if kind is int:
+        return bool(-_PLAIN_INT <= value < _PLAIN_INT)
+    return kind is str or kind is bool or value is None
+
+
 class _Splitter:
     def __init__(self, what: str) -> None:
         self.what = what
         self.tensors: dict[str, torch.Tensor] = {}
         self._open: set[int] = set()
+        self._plain_keys: set[tuple[str, ...]] = set()
 
     def refuse(self, path: tuple[str, ...], reason: str) -> ConfigError:
         where = f"key {'.'.join(path)}" if path else "the whole state"
@@ -59,7 +70,7 @@ class _Splitter:
         return name
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:
-        if value is None or value is True or value is False:
+        if _stands_for_itself(value):
             return value
         if isinstance(value, np.generic):
             self.check_numpy(value.dtype, path)
@@ -76,14 +87,10 @@ class _Splitter:
             return {"$tensor": self.store(value.detach(), path)}
         kind = type(value)
         if kind is int:
-            return value if -_PLAIN_INT <= value < _PLAIN_INT else {"$int": hex(value)}
+            return {"$int": hex(value)}
         if kind is float:
-            if math.isfinite(value):
-                return value
             # repr drops the sign of a NaN
             return {"$float": ("-" if math.copysign(1, value) < 0 else "") + repr(abs(value))}
-        if kind is str:
-            return value
         if kind is bytes:
             return {"$bytes": base64.b64encode(value).decode()}
         return self.encode_container(value, kind, path)
@@ -94,8 +101,11 @@ class _Splitter:
         self._open.add(id(value))
         try:
             if kind is dict:
-                if all(type(key) is str and not key.startswith("$") for key in value):
-                    return {key: self.encode(item, (*path, key)) for key, item in value.items()}
+                if self.has_plain_keys(value):
+                    return {
+                        key: item if _stands_for_itself(item) else self.encode(item, (*path, key))
+                        for key, item in value.items()
+                    }
                 return {"$dict": self.encode_pairs(value, path)}
             if kind is collections.OrderedDict:
                 return {"$ordered": self.encode_pairs(value, path)}
@@ -112,6 +122,16 @@ class _Splitter:
             raise self.refuse(path, f"is a {kind.__module__}.{kind.__qualname__}")
         finally:
             self._open.discard(id(value))
+
+    def has_plain_keys(self, value: dict[Any, Any]) -> bool:
+        """Whether JSON has keys like these; records of a history mostly have the same."""
+        keys = tuple(value)
+        if keys in self._plain_keys:
+            return True
+        if not all(type(key) is str and not key.startswith("$") for key in keys):
+            return False
+        self._plain_keys.add(keys)
+        return True
 
     def encode_items(self, items: Iterable[Any], path: tuple[str, ...]) -> list[Any]:
         return [self.encode(item, (*path, str(number))) for number, item in enumerate(items)]
