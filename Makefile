@@ -39,8 +39,8 @@ test-faults: $(INSTALLED)
 test-fuzz: $(INSTALLED)
 	$(BIN)/python benchmarks/control_fuzz.py
 
-# Hostile requests to a DiLoCo server and kills of it, about ten minutes; the results add to
-# benchmarks/results/diloco-faults-<date>.md.
+# Hostile requests to a DiLoCo server, kills of servers and of workers, about ten minutes; the results
+# add to benchmarks/results/diloco-faults-<date>.md.
 test-diloco: $(INSTALLED)
 	$(BIN)/python benchmarks/diloco_faults.py
 
