@@ -12,7 +12,7 @@ them stand the workers' own counters and, for DDP, the calculation.
 
     python benchmarks/diloco_quality.py [--steps 1000] [--comm bf16 float32] [--seeds 1] [--write]
         [--begin-steps 2000] [--outer-lr 0.7] [--momentum 0.5]
-        [--override=--args.learning_rate=1e-3 ...]
+        [--override=--args.learning_rate=1e-3 ...] [--gpu]
 
 Ends with 1 unless every run is within 2 % of data parallel with at most 1/40 of its bytes.
 """
@@ -115,7 +115,7 @@ class Comparison:
             f"--data.train.init_args.sequence_length={length}",
             f"--data.eval.init_args.sequence_length={length}",
             f"--args.warmup_steps={min(options.warmup, options.steps // 4)}",
-            "--args.use_cpu=true",
+            f"--args.use_cpu={'false' if options.gpu else 'true'}",
         ]
         if options.begin_steps:
             self._begin()
@@ -161,7 +161,7 @@ class Comparison:
             args=TrainingArguments(
                 output_dir=str(run.checkpoint / "eval"),
                 per_device_eval_batch_size=64,
-                use_cpu=True,
+                use_cpu=not self.options.gpu,
             ),
             model=model,
             eval_dataset=TokenDataset(
@@ -229,6 +229,7 @@ class Comparison:
                 f"--nproc={WORKERS}",
                 "--trainer=ddp",
                 *self.overrides,
+                "--args.use_cpu=true",  # over gloo: one GPU cannot be two ranks of NCCL
                 f"--args.output_dir={self.root / f'ranks-{steps}'}",
                 f"--args.max_steps={steps}",
                 "--args.warmup_steps=1",
@@ -255,13 +256,14 @@ def report(
 ) -> tuple[str, bool]:
     """The page, and whether the aims are met."""
     parameters = found.num_parameters
+    device = torch.cuda.get_device_name() + ", shared by all" if options.gpu else "a CPU"
     calculated = 2 * 2 * (WORKERS - 1) / WORKERS * 4 * parameters
     tokens = options.steps * WORKERS * options.batch * options.length
     lines = [
         f"# DiLoCo against data parallel, {datetime.datetime.now(datetime.UTC).date()}",
         "",
-        f"`python benchmarks/diloco_quality.py {' '.join(sys.argv[1:])}` on a CPU "
-        f"({platform.machine()}, {os.cpu_count()} cores), torch {torch.__version__}.",
+        f"`python benchmarks/diloco_quality.py {' '.join(sys.argv[1:])}` on "
+        f"{device} ({platform.machine()}, {os.cpu_count()} cores), torch {torch.__version__}.",
         f"The demo's data; a decoder of {parameters:,} parameters (width {options.width}, "
         f"{options.layers} layers), sequences of {options.length} bytes. {WORKERS} workers, each "
         f"with batches of {options.batch}, an exchange every {SYNC_EVERY} steps, outer rate "
@@ -333,6 +335,7 @@ def main() -> int:
     parser.add_argument("--outer-lr", type=float, default=0.7)
     parser.add_argument("--momentum", type=float, default=0.5)
     parser.add_argument("--override", action="append", default=[], help="of the demo's run file")
+    parser.add_argument("--gpu", action="store_true", help="all workers share one GPU")
     parser.add_argument("--write", action="store_true", help="into benchmarks/results/")
     options = parser.parse_args()
     if options.steps % SYNC_EVERY:
