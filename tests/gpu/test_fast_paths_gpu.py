@@ -41,6 +41,9 @@ def test_the_loss_kernel_lets_no_damage_pass() -> None:
     labels = torch.tensor([1, 2, 3, 4], device="cuda")
     losses, _ = loss_and_grads(logits, labels, ignored=-100, grad_dtype=torch.bfloat16)
     assert losses.isfinite().tolist() == [True, False, False, True]
+    labels = torch.tensor([1, -1, 5000, 4999], device="cuda")
+    losses, _ = loss_and_grads(logits[:1].expand(4, -1), labels, ignored=-100, grad_dtype=None)
+    assert losses.isfinite().tolist() == [True, False, False, True]
 
 
 @pytest.mark.parametrize("bias", [False, True])

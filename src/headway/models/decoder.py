@@ -78,7 +78,8 @@ class GatedMLP(nn.Module):
         self.down_proj = new_linear(config.ffn_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        if joins(x, self.gate_proj, self.up_proj, self.down_proj):
+        layers = (self.gate_proj, self.up_proj, self.down_proj)
+        if joins(x, *layers) and self.down_proj.bias is None:
             joined = project_joined(x, self.gate_proj, self.up_proj)
             return gated_down(joined, self.down_proj.weight)
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -19,7 +19,14 @@ from headway.models.kernels.linear import joined_linear
 def joins(x: Tensor, *layers: nn.Module) -> bool:
     """Whether these linear layers are worth joining, and do nothing that would be passed over."""
     return (
-        HAS_TRITON and x.is_cuda and torch.compiler.is_compiling() and all(map(_is_plain, layers))
+        HAS_TRITON
+        and x.is_cuda
+        and x.dtype != torch.float64
+        and torch.compiler.is_compiling()
+        and not torch.compiler.is_exporting()
+        and all(map(_is_plain, layers))
+        and all(layer.weight.dtype in (x.dtype, torch.float32) for layer in layers)
+        and len({layer.bias is None for layer in layers}) == 1
     )
 
 

@@ -16,9 +16,7 @@ from torch.optim import Optimizer
 from headway.args import TrainingArguments
 from headway.config.optimizers import canonical_name
 from headway.errors import ConfigError
-from headway.models.kernels import HAS_TRITON
 from headway.optim.groups import Group
-from headway.optim.kernel_adamw import KernelAdamW
 from headway.optim.kinds import Kinds
 from headway.optim.muon import build_muon
 from headway.optim.stochastic_adamw import StochasticAdamW
@@ -52,7 +50,7 @@ def build_named(
     if not {"foreach", "fused", "capturable"} & given.keys():
         given["fused"] = fused and not (name == "sgd" and (sparse or _is_sharded(groups)))
     classes: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
-        "adamw": (KernelAdamW if _can_use_kernel(groups) else torch.optim.AdamW, adam),
+        "adamw": (torch.optim.AdamW, adam),
         "adam": (torch.optim.Adam, adam),
         "sgd": (torch.optim.SGD, rate),
     }
@@ -96,13 +94,6 @@ def _can_fuse(groups: Sequence[Group]) -> bool:
     non-finite step without asking the host."""
     parameters = [parameter for group in groups for _, parameter in group.members]
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
-
-
-def _can_use_kernel(groups: Sequence[Group]) -> bool:
-    parameters = [parameter for group in groups for _, parameter in group.members]
-    return HAS_TRITON and all(
-        type(p) is torch.nn.Parameter and p.is_cuda and p.dtype == torch.float32 for p in parameters
-    )
 
 
 def _is_sharded(groups: Sequence[Group]) -> bool:

@@ -17,8 +17,8 @@ from headway.data.counting import count_samples, count_targets, count_tokens
 from headway.data.loader import Window, WindowLoader
 from headway.errors import ConfigError
 from headway.models.generation import generate
+from headway.optim.adamw_step import KernelStep
 from headway.optim.in_backward import BackwardSteps
-from headway.optim.kernel_adamw import KernelAdamW
 from headway.precision.scaler import backward
 from headway.strategies.base import DataShard, EvalStep, Notify, Strategy
 from headway.strategies.movement import move_batch
@@ -43,7 +43,7 @@ class SingleDevice(Strategy):
         self._moves = self._reading_waits = device.type != "cpu"
         self._model: nn.Module | None = None
         self._parameters: list[nn.Parameter] = []
-        self._grad_factor: Tensor | None = None
+        self._kernel_step: KernelStep | None = None
 
     def setup(self, source: ModelSource) -> nn.Module:
         self._model = source.finish(source.build()).to(self.device)
@@ -99,12 +99,14 @@ class SingleDevice(Strategy):
     def clip(
         self, max_norm: float | None, in_step_of: torch.optim.Optimizer | None = None
     ) -> Tensor:
-        norm, self._grad_factor = self._norm(), None
+        norm, self._kernel_step = self._norm(), None
         if not max_norm or self._steps is not None:
             return norm
-        if isinstance(in_step_of, KernelAdamW):
+        if in_step_of is not None:
+            self._kernel_step = KernelStep.of(in_step_of)
+        if self._kernel_step is not None:
             # torch's clip_grads_with_norm_ has the same factor: the result is equal to the bit.
-            self._grad_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            self._kernel_step.grad_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         else:
             nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm, foreach=True)
         return norm
@@ -131,7 +133,7 @@ class SingleDevice(Strategy):
             loss + grad_norm,
             scale=self.loss_scale,
             reading_waits=self._reading_waits,
-            grad_factor=self._grad_factor,
+            kernel_step=self._kernel_step,
         )
 
     def reduce(self, value: Tensor, operation: str) -> Tensor:

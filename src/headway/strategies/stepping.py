@@ -10,6 +10,7 @@ import math
 from torch import Tensor
 from torch.optim import Optimizer
 
+from headway.optim.adamw_step import KernelStep
 from headway.precision.scaler import LossScale
 
 
@@ -19,25 +20,24 @@ def take_step(
     *,
     scale: LossScale | None,
     reading_waits: bool,
-    grad_factor: Tensor | None = None,
+    kernel_step: KernelStep | None = None,
 ) -> bool:
     """Step if `decides` is finite, and clear the gradients; see `Strategy.apply`.
 
-    `reading_waits` says that a look at a value waits for the device. `grad_factor` is for an
-    optimizer that multiplies gradients by it as it goes.
+    `reading_waits` says that a look at a value waits for the device. `kernel_step` is taken in
+    place of the optimizer's own.
     """
     taken = True
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)
     if scale is None and reading_waits and fused:
         # The fused kernels read the flag on the device and leave weights and state alone.
         # A finite number minus itself is 0; no other is.
-        optimizer.found_inf = (decides - decides != 0).float()  # type: ignore[attr-defined]
-        _step(optimizer, grad_factor)
+        _step(optimizer, kernel_step, (decides - decides != 0).float())
     else:
         # Free on the CPU; elsewhere one look per step. The scale of the next step depends on it.
         taken = math.isfinite(decides.item())
         if taken:
-            _step(optimizer, grad_factor)
+            _step(optimizer, kernel_step, None)
     optimizer.zero_grad(set_to_none=True)
     if scale is None:
         return True
@@ -45,7 +45,11 @@ def take_step(
     return taken
 
 
-def _step(optimizer: Optimizer, grad_factor: Tensor | None) -> None:
-    if grad_factor is not None:
-        optimizer.grad_factor = grad_factor  # type: ignore[attr-defined]
+def _step(optimizer: Optimizer, kernel_step: KernelStep | None, found_inf: Tensor | None) -> None:
+    kernel_step = kernel_step or KernelStep.of(optimizer)
+    if kernel_step is not None:
+        kernel_step.take(found_inf)
+        return
+    if found_inf is not None:
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     optimizer.step()

@@ -7,14 +7,40 @@ a third of the host's time that `torch.library.custom_op` takes.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+logger = logging.getLogger(__name__)
+
+# Blocks are chosen for the warps of NVIDIA's GPUs.
+HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
 """Triton comes with torch where it knows the platform; without it the plain forms are used."""
+
+
+@functools.cache
+def triton_works() -> bool:
+    """Whether kernels can be made here: for that Triton needs a C compiler, among others."""
+    if not HAS_TRITON or not torch.cuda.is_available():
+        return False
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def write_one(target):  # type: ignore[no-untyped-def]
+        tl.store(target, 1.0)
+
+    try:
+        write_one[(1,)](torch.zeros(1, device="cuda"))
+    except Exception as error:
+        logger.warning("Triton cannot make kernels here, slower ones are used: %s", error)
+        return False
+    return True
+
 
 _operations = torch.library.Library("headway", "FRAGMENT")
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.models.kernels import HAS_TRITON
+from headway.models.kernels import triton_works
 
 _BLOCK = 4096
 _WARPS = 8
@@ -48,7 +48,9 @@ def _kernel() -> Any:
             x = tl.load(logits + columns, mask=inside, other=-1e30).to(tl.float32)
             top = tl.max(x, 0)
             denominator = top + tl.log(tl.sum(tl.exp(x - top), 0))
-            picked = tl.load(logits + label).to(tl.float32)
+            # A label outside the vocabulary makes the loss NaN: the step is withheld.
+            known = (label >= 0) & (label < num_columns)
+            picked = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
             tl.store(losses + row, denominator - picked)
             if WITH_GRADS:
                 share = tl.exp(x - denominator)
@@ -67,7 +69,9 @@ def _kernel() -> Any:
             top = tl.max(highest, 0)
             # Lanes past the row's end have counted -1e30 as a number; against the top it is none.
             denominator = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
-            picked = tl.load(logits + label).to(tl.float32)
+            # A label outside the vocabulary makes the loss NaN: the step is withheld.
+            known = (label >= 0) & (label < num_columns)
+            picked = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
             tl.store(losses + row, denominator - picked)
             if WITH_GRADS:
                 for start in range(0, num_columns, BLOCK):
@@ -82,7 +86,7 @@ def _kernel() -> Any:
 
 def can_use_kernel(logits: Tensor) -> bool:
     """Whether `loss_and_grads` can be asked for these."""
-    return HAS_TRITON and logits.device.type == "cuda" and logits.dtype != torch.float64
+    return logits.device.type == "cuda" and logits.dtype != torch.float64 and triton_works()
 
 
 def loss_and_grads(
@@ -93,7 +97,8 @@ def loss_and_grads(
     Rows whose label is `ignored` have neither.
     """
     num_rows, num_columns = logits_CV.shape
-    assert logits_CV.stride(1) == 1 and labels_C.is_contiguous()
+    assert logits_CV.stride(1) == 1
+    labels_C = labels_C.contiguous()
     losses_C = torch.empty(num_rows, dtype=torch.float32, device=logits_CV.device)
     grads_CV = None
     if grad_dtype is not None:

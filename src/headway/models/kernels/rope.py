@@ -29,7 +29,7 @@ def _kernel() -> Any:
         joined, part, part_b, part_s, part_n, c, s, num_heads, half, pair,
         BACK: tl.constexpr, HEADS: tl.constexpr,
     ):  # fmt: skip
-        head = tl.arange(0, HEADS)[:, None]
+        head = tl.arange(0, HEADS).to(tl.int64)[:, None]
         inside = (head < num_heads) & (pair < half)
         at_joined = joined + head * 2 * half + pair
         at_part = part + head * part_n + pair
@@ -49,7 +49,8 @@ def _kernel() -> Any:
         BACK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     ):  # fmt: skip
         """Between [B, S, heads of all three, D] and the three; program: a position of a row."""
-        position, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+        place = tl.program_id(0).to(tl.int64)
+        batch, position = place // seq_len, place % seq_len
         pair = tl.arange(0, HALF)[None, :]
         table = batch * table_b + position * half + pair
         c = tl.load(cos + table, mask=pair < half, other=0.0).to(tl.float32)
@@ -57,7 +58,7 @@ def _kernel() -> Any:
         if BACK:
             s = -s
         width = 2 * half
-        joined += (batch * seq_len + position) * (num_heads + 2 * num_kv_heads) * width
+        joined += place * (num_heads + 2 * num_kv_heads) * width
         q += batch * q_b + position * q_s
         turn_part(joined, q, q_b, q_s, q_n, c, s, num_heads, half, pair, BACK, HEADS)
         joined += num_heads * width
@@ -81,28 +82,31 @@ def _turn(
     cos, sin = cos.contiguous(), sin.contiguous()
     num_kv_heads = parts[1].shape[2]
     placed = [value for part in parts for value in (part, *part.stride()[:3])]
-    _kernel()[(seq_len, batch)](
-        joined,
-        *placed,
-        cos,
-        sin,
-        cos.stride(0) if cos.shape[0] > 1 else 0,
-        seq_len,
-        num_heads,
-        num_kv_heads,
-        width // 2,
-        BACK=back,
-        HEADS=1 << (num_heads - 1).bit_length(),
-        KV_HEADS=1 << (num_kv_heads - 1).bit_length(),
-        HALF=1 << (width // 2 - 1).bit_length(),
-        num_warps=4,
-    )
+    with torch.cuda.device(joined.device):
+        _kernel()[(batch * seq_len,)](
+            joined,
+            *placed,
+            cos,
+            sin,
+            cos.stride(0) if cos.shape[0] > 1 else 0,
+            seq_len,
+            num_heads,
+            num_kv_heads,
+            width // 2,
+            BACK=back,
+            HEADS=1 << (num_heads - 1).bit_length(),
+            KV_HEADS=1 << (num_kv_heads - 1).bit_length(),
+            HALF=1 << (width // 2 - 1).bit_length(),
+            num_warps=4,
+        )
 
 
 def _fake_split(
     joined: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, seq_len, width = joined.shape
+    torch._check(cos.shape[1] == seq_len, lambda: f"positions for {cos.shape[1]} of {seq_len}")
+    torch._check(cos.shape[0] in (1, batch), lambda: f"positions of {cos.shape[0]} rows")
     size = width // (num_heads + 2 * num_kv_heads)
     q = joined.new_empty(batch, seq_len, num_heads, size)
     k = joined.new_empty(batch, seq_len, num_kv_heads, size)

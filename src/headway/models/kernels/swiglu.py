@@ -58,9 +58,10 @@ def swiglu_backward(joined: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, num_columns = grad.shape
     grad_joined, product = torch.empty_like(joined), torch.empty_like(grad)
     if num_rows:
-        _kernel()[(num_rows, -(-num_columns // _BLOCK))](
-            joined, grad, grad_joined, product, num_columns, BLOCK=_BLOCK, num_warps=4
-        )
+        with torch.cuda.device(joined.device):
+            _kernel()[(num_rows, -(-num_columns // _BLOCK))](
+                joined, grad, grad_joined, product, num_columns, BLOCK=_BLOCK, num_warps=4
+            )
     return grad_joined, product
 
 
