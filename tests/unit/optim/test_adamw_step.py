@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from headway.optim.adamw_step import KernelStep, _is_watched
 
@@ -39,7 +40,7 @@ def test_whoever_waits_for_a_call_of_step_gets_it(monkeypatch: pytest.MonkeyPatc
     handle = optimizer.register_step_post_hook(lambda *_: None)
     assert _is_watched(optimizer)
     handle.remove()
-    handle = torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: None)
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
     assert _is_watched(optimizer)
     handle.remove()
     assert not _is_watched(optimizer)
