@@ -137,8 +137,11 @@ def run(options: argparse.Namespace) -> int:
 def _code_of(error: Any) -> int:
     if error.status == 400:
         return MISTAKE
-    refused = error.answer is not None or error.status is not None
-    return REFUSED if refused and error.status != 410 else GONE
+    if error.status is not None:
+        return GONE if error.status == 410 else REFUSED
+    # The receipt may also be one that was never settled: then nobody has refused.
+    state = error.answer.get("state") if isinstance(error.answer, dict) else None
+    return REFUSED if state in ("refused", "failed") else GONE
 
 
 @contextmanager

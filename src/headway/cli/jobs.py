@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 _COLUMNS = ("job", "status", "step", "loss", "address", "output")
-_HIDDEN = ("nonce", "process_started_at")
+_HIDDEN = ("nonce", "process_started_at", "place")
 _ANSWER_S = 5.0
 _MOST_AT_ONCE = 16
 
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"{job['job_id']}: {job['problem']}")
         for line in _spell_post_mortem(job["post_mortem"]) if "post_mortem" in job else ():
             print(f"{job['job_id']}: {printable(line).replace(chr(10), ' ')}")
-    if not all(job["alive"] for job in jobs):
+    if any(job["status"] == "gone" for job in jobs):
         print("headway jobs --clean forgets those that are gone")
     return 0
 
@@ -63,14 +63,20 @@ def _describe(job: Any) -> dict[str, Any]:
 
     endpoint = job.endpoint
     facts = {key: value for key, value in endpoint.to_dict().items() if key not in _HIDDEN}
-    facts["alive"] = job.alive
+    facts |= {"alive": job.alive, "elsewhere": job.elsewhere}
     facts["address"] = endpoint.unix_socket or f"http://{_bracket(endpoint.host)}:{endpoint.port}"
-    if not job.alive:
+    if job.gone:
         return {**facts, "status": "gone", **_examine(endpoint)}
     try:
         return {**Client(job, timeout_s=_ANSWER_S).status(), **facts}
     except ControlError as error:
-        return {**facts, "status": "silent", "problem": str(error)}
+        if not job.elsewhere:
+            return {**facts, "status": "silent", "problem": str(error)}
+        problem = (
+            f"of another machine or container, or from before this machine was started anew "
+            f"({error}); if it is gone, remove {job.folder}"
+        )
+        return {**facts, "status": "elsewhere", "problem": problem}
 
 
 def _examine(endpoint: Any) -> dict[str, Any]:
@@ -85,10 +91,29 @@ def _examine(endpoint: Any) -> dict[str, Any]:
     folder = Path(endpoint.output_dir)
     logs = None if endpoint.logging_dir is None else Path(endpoint.logging_dir)
     run = Run(endpoint.job_id, endpoint.job_id, folder, logs)
-    run.catch_up(time.monotonic() + _ANSWER_S)
-    report = read_report(folder, since=endpoint.started_at) or examine(run)
+    note, report = run.process_note(), read_report(folder, since=endpoint.started_at)
+    if _is_note_of(note, endpoint):
+        run.catch_up(time.monotonic() + _ANSWER_S)
+        report = report or examine(run)
+    elif report is None or report.get("pid") != endpoint.pid:
+        # What lies there is another process's, alive or dead, or from before this one.
+        why = "it left no word of why" if note is None else "its folder has been used since"
+        return {"problem": f"process {endpoint.pid} is gone; {why}"}
     kept = ("step", "error_type", "error", "checkpoint", "resume_command", "directory")
     return {"post_mortem": {key: report.get(key) for key in kept}, "global_step": report["step"]}
+
+
+def _is_note_of(note: dict[str, Any] | None, endpoint: Any) -> bool:
+    """Whether a run's note is that of the process which wrote the endpoint."""
+    if note is None or note.get("pid") != endpoint.pid:
+        return False
+    if endpoint.place is not None and note.get("place") != endpoint.place:
+        return False
+    try:
+        started: float | None = float(note["started"])
+    except (KeyError, TypeError, ValueError):
+        started = None  # a system that does not tell
+    return bool(started == endpoint.process_started_at)
 
 
 def _spell_post_mortem(found: dict[str, Any]) -> list[str]:

@@ -13,11 +13,11 @@ import json
 import os
 import platform
 import re
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,17 +145,18 @@ def hardware() -> dict[str, Any]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that a reader sees the old file or the whole new one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    name = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    # With the rights that the user's umask leaves to new files, from the first byte on.
+    handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(value, file, indent=2, default=str)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        name.unlink(missing_ok=True)
         raise
 
 

@@ -161,7 +161,7 @@ class Client:
             here = [j for j in list_jobs(self.job.folder.parent) if j.endpoint.nonce == nonce]
             if not here:
                 return True
-            if not here[0].alive or time.monotonic() > deadline:
+            if here[0].gone or time.monotonic() > deadline:
                 return False
             time.sleep(_LOOK_S)
 
@@ -183,7 +183,7 @@ class Client:
         """Before a token is sent: that who listens there is the job, not somebody after it."""
         if self._proven:
             return
-        if not self.job.alive:
+        if self.job.gone:
             raise ControlError(
                 f"the job {self.job_id} is not running any more (process "
                 f"{self.job.endpoint.pid} is gone)"

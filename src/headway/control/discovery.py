@@ -5,14 +5,17 @@ that an address leads to, nor talking to it (client.py).
 
 A job that was killed leaves its files: they are told from those of a running one by the process
 id together with the time at which that process began, and the nonce that only the job's own server
-can repeat. Folders and files count only if they are this user's and nobody else can write to them,
-and they are reached without following links.
+can repeat. Process ids mean something on one machine and in one container only: what came from
+elsewhere, into a folder that is shared, is nobody's to judge here. Folders and files count only if
+they are this user's and nobody else can write to them, and they are reached without following
+links.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -24,7 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from headway.control.schema import JOB_ID
+from headway.dist.processes import identify, look_at
 from headway.errors import ConfigError, nearest
+
+logger = logging.getLogger(__name__)
 
 ENDPOINT_NAME = "endpoint.json"
 TOKEN_NAMES = {"control": "token", "read": "read_token"}
@@ -51,6 +57,8 @@ class Endpoint:
     version: str
     tls_certificate: str | None = None
     """The file of the one certificate that the job's server shows; None: it speaks plain HTTP."""
+    place: str | None = None
+    """Where `pid` is a number of: machine as booted and container; None: it was not told."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -63,6 +71,14 @@ class Job:
     endpoint: Endpoint
     folder: Path
     alive: bool
+    """Whether its process runs here."""
+    elsewhere: bool = False
+    """Whether its process, dead or alive, is none that can be seen from here."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether its process was one of this machine and is no more."""
+        return not self.alive and not self.elsewhere
 
     def token(self, role: str = "control") -> str | None:
         """The token of a role; None where there is none, or it is not ours to read."""
@@ -122,6 +138,15 @@ class Registration:
         """Before the server listens: nobody finds it without. Those of an earlier run go."""
         self._tokens = tokens
         with self._taken() as folder:
+            held = _read_job(self.folder)
+            if held is not None and held.elsewhere:
+                logger.warning(
+                    "job_id=%r: what process %s of another machine or container left in %s is "
+                    "replaced; whether it still runs cannot be seen from here",
+                    self.job_id,
+                    held.endpoint.pid,
+                    self.folder,
+                )
             self._replace_tokens(folder)
 
     def _replace_tokens(self, folder: int) -> None:
@@ -144,11 +169,12 @@ class Registration:
         tls_certificate: str | None = None,
     ) -> Endpoint:
         """Once the server listens."""
+        process = identify()
         endpoint = Endpoint(
             job_id=self.job_id,
             nonce=self.nonce,
-            pid=os.getpid(),
-            process_started_at=process_start(os.getpid()),
+            pid=process.pid,
+            process_started_at=float(process.started) if process.started else None,
             host=host,
             port=port,
             unix_socket=unix_socket,
@@ -158,6 +184,7 @@ class Registration:
             run_name=run_name,
             version=version,
             tls_certificate=None if tls_certificate is None else os.path.abspath(tls_certificate),
+            place=process.place or None,
         )
         text = json.dumps(endpoint.to_dict(), indent=2).encode()
         with self._taken() as folder:
@@ -210,7 +237,8 @@ def find_job(prefix: str, folder: Path | None = None) -> Job:
         if job.endpoint.job_id == prefix:
             return job
     matching = [job for job in jobs if job.endpoint.job_id.startswith(prefix)]
-    matching = [job for job in matching if job.alive] or matching
+    alive, there = [j for j in matching if j.alive], [j for j in matching if not j.gone]
+    matching = alive or there or matching
     if len(matching) == 1:
         return matching[0]
     if matching:
@@ -226,24 +254,15 @@ def find_job(prefix: str, folder: Path | None = None) -> Job:
 
 
 def clean_stale(folder: Path | None = None) -> list[str]:
-    """Remove what jobs left that are gone; returns their ids."""
+    """Remove what jobs of this machine left that are gone; returns their ids."""
     cleaned = []
     for job in list_jobs(folder):
         # Looked at again: another run of the job may have begun since the list was made.
-        now = None if job.alive else _read_job(job.folder)
-        if now is not None and not now.alive and now.endpoint.nonce == job.endpoint.nonce:
+        now = _read_job(job.folder) if job.gone else None
+        if now is not None and now.gone and now.endpoint.nonce == job.endpoint.nonce:
             _remove_folder(job.folder)
             cleaned.append(job.endpoint.job_id)
     return cleaned
-
-
-def process_start(pid: int) -> float | None:
-    """Clock ticks from the machine's start to that of a process; None where nobody can say."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return float(text.rpartition(")")[2].split()[19])
 
 
 def _is_alive(endpoint: Endpoint) -> bool:
@@ -251,15 +270,17 @@ def _is_alive(endpoint: Endpoint) -> bool:
         os.kill(endpoint.pid, 0)
     except (OSError, OverflowError):
         return False  # it is gone, or another user's, who has got its number since
-    started = process_start(endpoint.pid)
-    return started is None or started == endpoint.process_started_at
+    process = identify(endpoint.pid)
+    if not process.started:
+        return True  # this system does not tell more
+    return float(process.started) == endpoint.process_started_at and look_at(process) != "gone"
 
 
 def _read_job(folder: Path) -> Job | None:
     try:
         with _opened(folder) as descriptor:
             said = json.loads(_read_private(descriptor, ENDPOINT_NAME))
-        said.setdefault("tls_certificate", None)
+        said = {"tls_certificate": None, "place": None, **said}
         endpoint = Endpoint(**{f.name: said[f.name] for f in fields(Endpoint)})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
@@ -269,8 +290,13 @@ def _read_job(folder: Path) -> Job | None:
         and endpoint.pid > 0
         and isinstance(endpoint.nonce, str)
         and isinstance(endpoint.started_at, int | float)
+        and isinstance(endpoint.place, str | None)
     )
-    return Job(endpoint, folder, _is_alive(endpoint)) if well_formed else None
+    if not well_formed:
+        return None
+    # Older versions do not tell the place.
+    elsewhere = bool(endpoint.place) and endpoint.place != identify().place
+    return Job(endpoint, folder, not elsewhere and _is_alive(endpoint), elsewhere)
 
 
 @contextlib.contextmanager

@@ -187,6 +187,7 @@ class GuardedServer:
             self.port,
             self._extra_hosts,
             loopback=self.unix_socket is not None or is_loopback(self.host),
+            tls=self._tls is not None,
         )
 
     def _before_stop(self) -> None:

@@ -16,6 +16,7 @@ from headway.control.dashboard.tail import parse_line
 from headway.control.run_log import step_of
 from headway.dist.command import continue_command
 from headway.engine.post_mortem import Report, find_checkpoint, make_report
+from headway.engine.process_note import look_at_process
 
 FROM_FILES = "the run's files"
 _MOST_LOG_BYTES = 64 << 10
@@ -27,7 +28,7 @@ def examine(run: Run) -> Report:
     note, environment = run.process_note() or {}, run.environment()
     checkpoint = find_checkpoint(run.folder)
     pid, host = note.get("pid"), note.get("host") or environment.get("host")
-    if note:
+    if look_at_process(note) == "gone":
         error = f"process {pid} on {host} is gone, and left no word of why"
     else:
         error = "nothing was heard of it for long, and its log has no end"

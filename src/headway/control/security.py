@@ -82,6 +82,8 @@ class Guard:
     loopback: bool = True
     content_types: tuple[str, ...] = ("application/json",)
     """What a body may be sent as; none of those that a form of another site's page can send."""
+    tls: bool = False
+    """Whether the server speaks HTTPS: a Host without a port means another one then."""
 
     def check(self, method: str, headers: Mapping[str, str], needs: str, hosts: list[str]) -> None:
         """Pass a request or raise `BadRequest`. `hosts` is every Host header there is."""
@@ -101,7 +103,7 @@ class Guard:
             raise BadRequest(415, "bodies are taken as they are, without Content-Encoding")
 
     def _is_own_host(self, given: str) -> bool:
-        name, port = _split_host(given)
+        name, port = _split_host(given, 443 if self.tls else 80)
         if self.port is not None and port != self.port and given not in self.extra_hosts:
             return False
         if given in self.extra_hosts or name in ("localhost", "127.0.0.1", "::1"):
@@ -135,7 +137,7 @@ class Guard:
             raise BadRequest(403, "this token may only read")
 
 
-def _split_host(given: str) -> tuple[str, int | None]:
+def _split_host(given: str, usual_port: int) -> tuple[str, int]:
     """'[::1]:8900' -> ('::1', 8900); a port that is no number makes it nobody's."""
     given = given.strip().lower()
     if given.startswith("["):
@@ -145,7 +147,7 @@ def _split_host(given: str) -> tuple[str, int | None]:
         name, colon, port = given.partition(":")
         port = port if colon else ""
     if not port:
-        return name, 80
+        return name, usual_port
     return name, int(port) if port.isascii() and port.isdigit() and len(port) < 6 else -1
 
 

@@ -109,11 +109,16 @@ class ControlServer(GuardedServer):
 
     async def _answer_jobs(self, request: web.Request) -> web.StreamResponse:
         jobs = await asyncio.to_thread(list_jobs)
-        hidden = ("nonce", "process_started_at")
-        shown = (
-            {k: v for k, v in job.endpoint.to_dict().items() if k not in hidden} for job in jobs
-        )
-        return answer_json({"jobs": [{**job, "alive": j.alive} for job, j in zip(shown, jobs)]})
+        hidden = ("nonce", "process_started_at", "place")
+        shown = [
+            {
+                **{k: v for k, v in job.endpoint.to_dict().items() if k not in hidden},
+                "alive": job.alive,
+                "elsewhere": job.elsewhere,
+            }
+            for job in jobs
+        ]
+        return answer_json({"jobs": shown})
 
     async def _answer_status(self, request: web.Request) -> web.StreamResponse:
         return answer_json(dict(self.board.status))

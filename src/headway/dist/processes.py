@@ -63,7 +63,7 @@ def _read_stat(pid: int) -> tuple[str, str] | None:
 @cache
 def _place() -> str:
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""

@@ -181,11 +181,10 @@ class CommandRelay:
             if self._agree(int(must_end)):
                 self._end_on_host(parking, error)
                 return
-            if error is None:
-                parking.park()
-                error = RuntimeError("another rank found no room for it")
+            self._trouble = self._move_away(parking)
             self._waits = True
-            raise RuntimeError(f"the state could not be brought back to the device: {error}")
+            why = error or "another rank found no room for it"
+            raise RuntimeError(f"the state could not be brought back to the device: {why}")
         self._moved_away, self._trouble = False, None
 
     def _end_on_host(self, parking: StateParking, error: RuntimeError | None) -> None:
@@ -223,7 +222,8 @@ class CommandRelay:
         self._moved_away = True
         problem: str | None = None
         try:
-            parking.park()
+            if not parking.is_parked:
+                parking.park()
         except (RuntimeError, MemoryError) as error:
             problem = str(error) or type(error).__name__
         if not self._agree(int(problem is not None)):

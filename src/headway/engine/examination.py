@@ -40,7 +40,13 @@ from headway.engine.post_mortem import (
     remove_report,
     write_report,
 )
-from headway.engine.process_note import look_at_process, read_note, remove_note, write_note
+from headway.engine.process_note import (
+    look_at_process,
+    put_back_note,
+    read_note,
+    remove_note,
+    write_note,
+)
 from headway.engine.state import TrainerState, outcome_of
 
 logger = logging.getLogger(__name__)
@@ -58,6 +64,7 @@ class Examination:
         self._folder = Path(args.output_dir)
         self._since = time.time()
         self._recent: Recent | None = None
+        self._note_before: Mapping[str, Any] | None = None
         self._forced = ExitStack()
 
     def begin(self, recent: Recent) -> None:
@@ -72,18 +79,22 @@ class Examination:
     def __enter__(self) -> Examination:
         self._forced.enter_context(at_forced_end(self._on_forced_end))
         before = read_note(self._folder) if self._args.process_index == 0 else None
-        if before is not None and self._died_silently(before):
-            logger.warning(
-                "the run that was here before died without a word, as process %s on %s: somebody "
-                "killed it, the kernel did for want of memory, or the machine went down",
-                before.get("pid"),
-                before.get("host"),
-            )
+        if before is not None and look_at_process(before) == "gone":
+            if self._died_silently(before):
+                logger.warning(
+                    "the run that was here before died without a word, as process %s on %s: "
+                    "somebody killed it, or the kernel did for want of memory",
+                    before.get("pid"),
+                    before.get("host"),
+                )
+            # At once: until a step has worked the run would pass for lost, which may be minutes.
+            self._note_before = before
+            self._note_process()
         return self
 
     def _died_silently(self, note: Mapping[str, Any]) -> bool:
         began = note.get("time")
-        if look_at_process(note) != "gone" or not isinstance(began, int | float):
+        if not isinstance(began, int | float):
             return False
         return read_report(self._folder, since=began) is None  # another rank may have told of it
 
@@ -111,13 +122,16 @@ class Examination:
         trace: TracebackType | None,
     ) -> None:
         self._forced.close()
-        if self._recent is not None and self._args.process_index == 0:
-            remove_note(self._folder)
         if error is None:
             if self._state.outcome in ("completed", "stopped") and not self._args.process_index:
                 remove_report(self._folder)
         elif self._recent is not None and outcome_of(error) == "failed":
             self._examine(error)
+        # Last: whoever is killed here leaves a report or a note.
+        if self._recent is not None and self._args.process_index == 0:
+            remove_note(self._folder)
+        elif self._note_before is not None:  # a run that cannot start changes nothing on disk
+            put_back_note(self._folder, self._note_before)
 
     def _on_forced_end(self, reason: str) -> None:
         """In a thread of the watch: the main thread will not come out any more."""

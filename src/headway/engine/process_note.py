@@ -52,6 +52,12 @@ def remove_note(folder: str | Path) -> None:
         Path(folder, FOLDER_NAME, NOTE_NAME).unlink()
 
 
+def put_back_note(folder: str | Path, note: Mapping[str, Any]) -> None:
+    """The note that was there before, as it was read."""
+    with contextlib.suppress(OSError):
+        write_json(Path(folder, FOLDER_NAME, NOTE_NAME), note)
+
+
 def look_at_process(note: Mapping[str, Any] | None) -> State | None:
     """What the process of a note does; None where nobody can tell from here."""
     if note is None:

@@ -14,11 +14,15 @@ import pytest
 
 from headway.cli import job as verb
 from headway.cli.main import main
+from headway.control.dashboard.run import Run
 from headway.control.discovery import Registration, list_jobs
 from headway.control.inbox import Inbox
+from headway.control.lost_run import examine
 from headway.control.schema import COMMANDS, BadRequest, parse_command
 from headway.control.server import ControlServer
 from headway.control.status import StatusBoard
+from headway.engine.post_mortem import make_report, write_report
+from headway.engine.process_note import write_note
 from headway.testing import assert_no_import
 
 pytest.importorskip("aiohttp")
@@ -93,15 +97,15 @@ def call(capsys, *words: str) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
-def leave_dead(job_id: str) -> int:
+def leave_dead(job_id: str, folder: object = "dead") -> int:
     """What a job leaves that was killed; returns its process number."""
     text = (
         "import sys; from headway.control.discovery import Registration as R; r = R(sys.argv[1]);"
         "r.write_tokens({'control': 'c'});"
-        "r.write_endpoint('127.0.0.1', 1, None, output_dir='dead', logging_dir=None,"
+        "r.write_endpoint('127.0.0.1', 1, None, output_dir=sys.argv[2], logging_dir=None,"
         " run_name=None, version='1'); import os; os.kill(os.getpid(), 9)"
     )
-    process = subprocess.Popen([sys.executable, "-c", text, job_id])
+    process = subprocess.Popen([sys.executable, "-c", text, job_id, str(folder)])
     assert process.wait() == -signal.SIGKILL
     return process.pid
 
@@ -240,6 +244,21 @@ def test_a_job_that_is_gone(start, capsys):
     assert (code, err) == (3, "error: the run has ended\n")
 
 
+def test_of_a_run_that_ended_without_a_word_nobody_says_that_it_refused(start, capsys):
+    job = start("one", answers=False)
+
+    def end() -> None:
+        job.inbox.wait_for_command(30)
+        job.close()
+
+    ender = threading.Thread(target=end)
+    ender.start()
+    code, out, err = call(capsys, "job", "stop", "one", "--json")
+    ender.join()
+    assert code == 3 and "what became of graceful_stop is not known" in err
+    assert json.loads(out)["answer"]["state"] == "accepted"
+
+
 def test_a_job_that_refuses(start, capsys):
     start("one", refuses="there is nothing to evaluate: eval_dataset is not given")
     code, out, err = call(capsys, "job", "eval", "one", "--json")
@@ -364,6 +383,52 @@ def test_jobs_lists_those_that_run_and_those_that_are_gone(start, capsys, tmp_pa
     code, out, _ = call(capsys, "jobs", "--clean")
     assert code == 0 and "removed what dead-1 left behind" in out
     assert {each.endpoint.job_id for each in list_jobs()} == {"one", "silent"}
+
+
+def test_jobs_does_not_take_the_word_of_another_process_for_a_dead_one_s(start, capsys, tmp_path):
+    """The folder of a killed job may be in use again, by a run under another id or none."""
+    pid = leave_dead("dead-1", tmp_path / "out")
+    (found,) = json.loads(call(capsys, "jobs", "--json")[1])["jobs"]
+    assert found["problem"] == f"process {pid} is gone; it left no word of why"
+    write_note(tmp_path / "out", command=["headway", "train", "run.yaml"], resumes=True)
+    write_report(tmp_path / "out", make_report(error="of the next", pid=os.getpid()), since=0)
+    told = f"process {pid} is gone; its folder has been used since"
+    (found,) = json.loads(call(capsys, "jobs", "--json")[1])["jobs"]
+    assert found["status"] == "gone" and found["problem"] == told
+    assert "post_mortem" not in found and "global_step" not in found
+    out = call(capsys, "jobs")[1]
+    assert f"dead-1: {told}\n" in out and str(os.getpid()) not in out and "go on with" not in out
+    # A process of the same number that began at another time is another one.
+    note = tmp_path / "out" / "run" / "process.json"
+    note.write_text(json.dumps({**json.loads(note.read_text()), "pid": pid}))
+    (found,) = json.loads(call(capsys, "jobs", "--json")[1])["jobs"]
+    assert found["problem"] == told
+
+
+def test_nothing_is_called_gone_whose_process_is_not(tmp_path):
+    write_note(tmp_path, command=None, resumes=False)
+    assert "gone" not in examine(Run("one", "one", tmp_path))["error"]
+
+
+def test_jobs_of_another_machine_are_asked_and_left_alone(start, capsys):
+    def move(job: Steered) -> None:
+        path = job.registration.folder / "endpoint.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "place": "x pid:[1]"}))
+
+    answers, silent = start("answers"), start("silent")
+    silent.server.stop()
+    move(answers), move(silent)
+    code, out, _ = call(capsys, "jobs", "--clean", "--json")
+    said = json.loads(out)
+    found = {each["job_id"]: each for each in said["jobs"]}
+    assert code == 0 and said["removed"] == [] and len(list_jobs()) == 2
+    assert found["answers"]["status"] == "training" and found["answers"]["elsewhere"]
+    assert found["silent"]["status"] == "elsewhere"
+    assert "of another machine or container" in found["silent"]["problem"]
+    assert "place" not in found["answers"]
+    assert "--clean" not in call(capsys, "jobs")[1], "that would not help"
+    assert call(capsys, "job", "save", "answers")[0] == 0
+    assert call(capsys, "job", "save", "silent")[0] == 3
 
 
 def verb_columns():

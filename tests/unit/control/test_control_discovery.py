@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +63,63 @@ def test_a_killed_job_is_told_from_a_running_one_and_cleaned(tmp_path):
     }
     assert sorted(clean_stale(tmp_path)) == ["gone", "reused"]
     assert [job.endpoint.job_id for job in list_jobs(tmp_path)] == ["here"]
+
+
+DIES = (
+    "import os, sys; from pathlib import Path; from headway.control.discovery import Registration;"
+    "r = Registration('run', Path(sys.argv[1])); r.write_tokens({'control': 'c' * 64});"
+    "r.write_endpoint('127.0.0.1', 1, None, output_dir='out', logging_dir=None, run_name=None,"
+    " version='1'); os.kill(os.getpid(), 9)"
+)
+
+
+def test_a_killed_job_of_which_its_parent_took_no_note_is_gone(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", DIES, str(tmp_path)])
+    try:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays in the table
+        (job,) = list_jobs(tmp_path)
+        assert job.endpoint.pid == child.pid and not job.alive and job.gone
+        again = register(tmp_path, "run")
+        assert find_job("run", tmp_path).endpoint.nonce == again.nonce
+    finally:
+        child.wait(60)
+
+
+def test_a_process_may_be_called_anything(tmp_path):
+    name = Path(f"/proc/{os.getpid()}/comm")
+    before = name.read_bytes()
+    try:
+        name.write_bytes(b"\xff) \xfe")
+        register(tmp_path, "run")
+        assert find_job("run", tmp_path).alive
+    finally:
+        name.write_bytes(before)
+
+
+AWAY = "another boot pid:[1]"
+
+
+def test_jobs_of_other_machines_and_containers_are_not_judged(tmp_path, caplog):
+    """Their process numbers are none of ours, though one may happen to be in use here."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(60)
+    register(tmp_path, "away-1", place=AWAY)
+    register(tmp_path, "away-2", pid=ended.pid, place=AWAY)
+    register(tmp_path, "dead", pid=ended.pid)
+    old = register(tmp_path, "old", pid=ended.pid).folder / "endpoint.json"
+    said = json.loads(old.read_text())
+    del said["place"]  # an older version's
+    old.write_text(json.dumps(said))
+    for name in ("away-1", "away-2"):
+        job = find_job(name, tmp_path)
+        assert job.elsewhere and not job.alive and not job.gone
+    assert sorted(clean_stale(tmp_path)) == ["dead", "old"]
+    assert find_job("away-2", tmp_path).token() == "c" * 64
+    # Nobody can tell that it is gone, nor that it is not: a restart elsewhere goes on.
+    assert "is replaced" not in caplog.text
+    register(tmp_path, "away-1")
+    assert find_job("away-1", tmp_path).alive
+    assert caplog.text.count("job_id='away-1': what process") == 1
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import socket
+import ssl
 import stat
 import threading
 
@@ -15,7 +16,7 @@ from headway.control.client import Client, ControlError
 from headway.control.discovery import Registration, list_jobs
 from headway.control.inbox import Inbox
 from headway.control.openapi import describe
-from headway.control.schema import Command
+from headway.control.schema import BadRequest, Command
 from headway.control.server import ControlServer
 from headway.control.status import StatusBoard
 from headway.errors import ConfigError
@@ -329,6 +330,24 @@ def test_a_unix_socket_is_for_its_user_only(tmp_path):
             Running(tmp_path / "more", unix_socket=path)
     finally:
         running.server.stop()
+
+
+@pytest.mark.parametrize(
+    ("port", "tls", "passes"), [(80, False, True), (443, True, True), (443, False, False)]
+)
+def test_a_host_without_a_port_means_the_usual_one_of_the_protocol(port, tls, passes):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if tls else None
+    server = ControlServer(
+        StatusBoard(JOB), Inbox(), nonce="n", tokens={"read": READ}, version="1", tls=context
+    )
+    server.port = port  # one that a test cannot listen on
+    guard = server._make_guard()
+    for host in ("localhost", "[::1]"):
+        if passes:
+            guard.check("GET", {}, "public", [host])
+        else:
+            with pytest.raises(BadRequest, match="does not answer to that Host"):
+                guard.check("GET", {}, "public", [host])
 
 
 def test_an_open_address_needs_a_token(tmp_path):

@@ -310,6 +310,32 @@ def test_a_host_without_room_keeps_the_state_where_it_is(
     assert not relay.paused
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no room on the host"), MemoryError()])
+def test_a_host_that_filled_up_meanwhile_holds_a_run_whose_other_rank_has_no_room(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    model, optimizer = make_state()
+    parking, relay = StateParking(model, optimizer, CPU), CommandRelay()
+    others: list[int] = []  # what another rank says to the next questions, if it is not 0
+    relay.begin(lambda own: max(own, others.pop(0) if others else 0))
+    relay.pause(parking)
+    relay.hold(lambda: True)
+    assert relay.is_offloaded and parking.is_parked
+
+    def refuse() -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parking, "park", refuse)
+        others.append(1)
+        with pytest.raises(RuntimeError, match="another rank found no room for it"):
+            relay.bring_back()
+    assert relay.is_held and not relay.is_offloaded
+    assert all(p.untyped_storage().nbytes() for p in model.parameters())
+    relay.resume()
+    assert not relay.paused
+
+
 def test_memory_that_others_hold_is_not_given_up(caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = make_state()
     relay = CommandRelay()

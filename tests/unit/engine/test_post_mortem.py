@@ -8,12 +8,14 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 import headway.engine.examination as examination_module
 from headway import TrainerCallback
 from headway.config.secrets import find_secrets, hide_secrets
+from headway.control.dashboard.run import Run
 from headway.dist.command import continue_command, find_command
 from headway.dist.failure import PeerFailure
 from headway.dist.watch import Failure
@@ -26,7 +28,7 @@ from headway.engine.post_mortem import (
     render_text,
     write_report,
 )
-from headway.engine.process_note import look_at_process, read_note
+from headway.engine.process_note import look_at_process, read_note, write_note
 from headway.errors import ConfigError
 from headway.testing import assert_no_import, tiny_trainer
 
@@ -330,16 +332,78 @@ def test_the_note_goes_also_when_the_run_fails(tmp_path):
     assert read_note(tmp_path / "out") is None
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_the_next_run_says_that_the_one_before_died_without_a_word(tmp_path, caplog, told):
+def leave_note(folder):
+    """That of a run that was killed, and of whose death nobody took note; returns its process."""
     text = (
         "import os, sys; from headway.engine.process_note import write_note;"
         "write_note(sys.argv[1], command=None, resumes=False); os.kill(os.getpid(), 9)"
     )
-    killed = subprocess.run([sys.executable, "-c", text, str(tmp_path / "out")], check=False)
-    assert killed.returncode == -9
+    killed = subprocess.Popen([sys.executable, "-c", text, str(folder)])
+    assert killed.wait(60) == -9
+    return killed.pid
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_next_run_says_that_the_one_before_died_without_a_word(tmp_path, caplog, told):
+    leave_note(tmp_path / "out")
     if told:  # by another rank, or the launcher
         write_report(tmp_path / "out", by_launcher(), since=0)
     tiny_trainer(tmp_path, max_steps=2).train()
     assert ("the run that was here before died without a word" in caplog.text) == (not told)
     assert read_note(tmp_path / "out") is None
+
+
+class LooksEarly(TrainerCallback):
+    """What the dashboard shows of a run from its first moment on."""
+
+    def __init__(self, folder, error=None):
+        self.folder, self.error, self.seen = folder, error, []
+
+    def on_init_end(self):
+        self.seen.append((read_note(self.folder), Run("a", "a", self.folder).state(time.time())))
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_run_in_the_place_of_a_killed_one_is_not_lost_while_it_starts(tmp_path):
+    leave_note(tmp_path / "out")
+    assert Run("a", "a", tmp_path / "out").state(time.time()) == "lost"
+    looks = LooksEarly(tmp_path / "out")
+    tiny_trainer(tmp_path, [looks], max_steps=2).train()
+    ((note, state),) = looks.seen
+    assert note["pid"] == os.getpid() and state == "running"
+    assert read_note(tmp_path / "out") is None
+
+
+def test_a_run_that_cannot_start_leaves_the_note_of_the_one_before(tmp_path):
+    leave_note(tmp_path / "out")
+    path = tmp_path / "out" / "run" / "process.json"
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="no"):
+        tiny_trainer(tmp_path, [LooksEarly(tmp_path / "out", ValueError("no"))]).train()
+    assert path.read_bytes() == before and os.listdir(path.parent) == [path.name]
+
+
+def test_a_run_that_fails_has_a_note_until_it_has_a_report(tmp_path, monkeypatch):
+    """Killed at any moment of its end it leaves one of them."""
+    noted = []
+
+    def write(*given, **more):
+        noted.append(read_note(tmp_path / "out"))
+        return write_report(*given, **more)
+
+    monkeypatch.setattr(examination_module, "write_report", write)
+    fail(tmp_path, 3, RuntimeError("broken"))
+    assert noted[0]["pid"] == os.getpid()
+    assert left(tmp_path) == NAMES and read_note(tmp_path / "out") is None
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o027, 0o640), (0o022, 0o644)])
+def test_a_note_is_as_private_as_the_user_s_other_files(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        write_note(tmp_path, command=["headway", "train"], resumes=False)
+    finally:
+        os.umask(before)
+    (path,) = (tmp_path / "run").iterdir()
+    assert path.name == "process.json" and stat.S_IMODE(path.stat().st_mode) == mode
