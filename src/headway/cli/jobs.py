@@ -98,7 +98,8 @@ def _examine(endpoint: Any) -> dict[str, Any]:
     elif report is None or report.get("pid") != endpoint.pid:
         # What lies there is another process's, alive or dead, or from before this one.
         why = "it left no word of why" if note is None else "its folder has been used since"
-        return {"problem": f"process {endpoint.pid} is gone; {why}"}
+        error = f"process {endpoint.pid} is gone; {why}"
+        return {"post_mortem": {"error_type": "lost", "error": error}}
     kept = ("step", "error_type", "error", "checkpoint", "resume_command", "directory")
     return {"post_mortem": {key: report.get(key) for key in kept}, "global_step": report["step"]}
 
@@ -117,7 +118,9 @@ def _is_note_of(note: dict[str, Any] | None, endpoint: Any) -> bool:
 
 
 def _spell_post_mortem(found: dict[str, Any]) -> list[str]:
-    checkpoint, command = found.get("checkpoint"), found.get("resume_command")
+    if "checkpoint" not in found:
+        return [str(found["error"])]
+    checkpoint, command = found["checkpoint"], found.get("resume_command")
     at = "" if found.get("step") is None else f" after step {found['step']}"
     saved = "nothing is saved"
     if isinstance(checkpoint, dict):

@@ -389,20 +389,21 @@ def test_jobs_does_not_take_the_word_of_another_process_for_a_dead_one_s(start, 
     """The folder of a killed job may be in use again, by a run under another id or none."""
     pid = leave_dead("dead-1", tmp_path / "out")
     (found,) = json.loads(call(capsys, "jobs", "--json")[1])["jobs"]
-    assert found["problem"] == f"process {pid} is gone; it left no word of why"
+    told = f"process {pid} is gone; it left no word of why"
+    assert found["post_mortem"] == {"error_type": "lost", "error": told}
     write_note(tmp_path / "out", command=["headway", "train", "run.yaml"], resumes=True)
     write_report(tmp_path / "out", make_report(error="of the next", pid=os.getpid()), since=0)
     told = f"process {pid} is gone; its folder has been used since"
     (found,) = json.loads(call(capsys, "jobs", "--json")[1])["jobs"]
-    assert found["status"] == "gone" and found["problem"] == told
-    assert "post_mortem" not in found and "global_step" not in found
+    assert found["status"] == "gone" and "global_step" not in found
+    assert found["post_mortem"] == {"error_type": "lost", "error": told}
     out = call(capsys, "jobs")[1]
     assert f"dead-1: {told}\n" in out and str(os.getpid()) not in out and "go on with" not in out
     # A process of the same number that began at another time is another one.
     note = tmp_path / "out" / "run" / "process.json"
     note.write_text(json.dumps({**json.loads(note.read_text()), "pid": pid}))
     (found,) = json.loads(call(capsys, "jobs", "--json")[1])["jobs"]
-    assert found["problem"] == told
+    assert found["post_mortem"]["error"] == told
 
 
 def test_nothing_is_called_gone_whose_process_is_not(tmp_path):
