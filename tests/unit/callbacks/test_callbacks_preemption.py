@@ -185,6 +185,28 @@ def test_a_server_that_announces_it(
     assert saved == [f"checkpoint-{output.global_step}"] and watcher.notice
 
 
+def test_an_event_of_another_machine_of_the_set_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = {"name": "Kite_1\n", "events": '{"EventType": "Preempt", "Resources": ["kite_%d"]}'}
+
+    def answer(self: Metadata, method: str, path: str, headers: dict[str, str]) -> tuple[int, str]:
+        if path.startswith("/metadata/instance/compute/name"):
+            return (200, answers["name"]) if answers["name"] else (500, "")
+        return 200, '{"Events": [%s]}' % (answers["events"] % number)
+
+    monkeypatch.setattr(Metadata, "answer", answer)
+    with serve() as server:
+        source = notices.cloud_source("azure", server.url)
+        number = 2
+        assert source.look() is None
+        number = 1
+        assert source.look() == "a scheduled event: Preempt"
+        answers["name"], number = "", 2
+        # Where nobody tells this machine's name, it is safer to believe the event.
+        assert notices.cloud_source("azure", server.url).look() is not None
+
+
 def test_a_server_that_is_away_is_told_once_and_costs_nothing(tmp_path: Path, caplog: Any) -> None:
     with serve() as server:
         away = server.url

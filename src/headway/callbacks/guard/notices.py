@@ -88,21 +88,35 @@ class SpotNotice:
 
 
 class ScheduledEvents:
-    """Azure's list of what is going to happen to a machine."""
+    """Azure's list of what is going to happen to the machines of a set; this one's count."""
 
     def __init__(self, base: str) -> None:
         self.url = f"{base}/metadata/scheduledevents?api-version=2020-07-01"
+        self._name_url = f"{base}/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+        self._name = ""
 
     def look(self) -> str | None:
         text = fetch(self.url, {"Metadata": "true"})
         try:
             events = json.loads(text or "{}").get("Events", [])
             found = [
-                event for event in events if event.get("EventType") in ("Preempt", "Terminate")
+                (event["EventType"], event.get("Resources") or [])
+                for event in events
+                if event.get("EventType") in ("Preempt", "Terminate")
             ]
-        except (ValueError, AttributeError) as error:
+            affected = [kind for kind, names in found if not names or self._is_among(names)]
+        except (ValueError, AttributeError, TypeError) as error:
             raise OSError(f"{self.url} answers with something else than events") from error
-        return f"a scheduled event: {found[0]['EventType']}" if found else None
+        return f"a scheduled event: {affected[0]}" if affected else None
+
+    def _is_among(self, names: list[str]) -> bool:
+        """Whether this machine is one of them; also where nobody says what it is called."""
+        if not self._name:
+            try:
+                self._name = (fetch(self._name_url, {"Metadata": "true"}) or "").strip().lower()
+            except OSError:
+                return True
+        return not self._name or self._name in [name.strip().lower() for name in names]
 
 
 def cloud_source(cloud: str, base: str | None = None) -> Source:
