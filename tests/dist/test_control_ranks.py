@@ -250,8 +250,9 @@ def steer(folder: str, names: list[str]) -> dict[str, Any]:
     init_distributed(use_cpu=True)
     facts = {name: train(f"{folder}/{name}", name, SCRIPT, PAUSE_S) for name in names}
     stop, abort = {2: [("graceful_stop", {})]}, {2: [("abort", {})]}
-    facts["stop"] = train(f"{folder}/stop", "ddp", stop)
-    facts["abort"] = train(f"{folder}/abort", "ddp", abort)
+    for name in names:
+        facts[f"stop-{name}"] = train(f"{folder}/stop-{name}", name, stop)
+        facts[f"abort-{name}"] = train(f"{folder}/abort-{name}", name, abort)
     facts["signal"] = train(f"{folder}/signal", "ddp", {1: [("pause", {})]}, kill=1)
     offload = {1: [("pause", {"offload": True})]}
     facts["full"] = train(f"{folder}/full", "ddp", offload, full=1)
@@ -341,10 +342,11 @@ def test_a_pause_longer_than_the_limit_of_a_collective_trips_nothing(tmp_path: P
     assert "waiting" not in said and "error" not in said
 
 
-@pytest.mark.parametrize(("name", "outcome"), [("stop", "stopped"), ("abort", "aborted")])
-def test_ends_by_command_come_after_one_step(ranks: Any, name: str, outcome: str) -> None:
-    ends = [(rank[name]["step"], rank[name]["outcome"]) for rank in ranks]
-    assert ends == [(2, outcome)] * len(ranks)
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("way", "outcome"), [("stop", "stopped"), ("abort", "aborted")])
+def test_ends_by_command_come_after_one_step(ranks: Any, name: str, way: str, outcome: str) -> None:
+    facts = [rank[f"{way}-{name}"] for rank in ranks]
+    assert [(fact["step"], fact["outcome"]) for fact in facts] == [(2, outcome)] * len(ranks)
 
 
 def test_a_rank_whose_state_stays_on_its_device_is_told_and_the_run_is_held(ranks: Any) -> None:
