@@ -1,8 +1,7 @@
 """GPU kernels of the reference decoder, for what torch's operations do in too many passes.
 
 Each computes what a plain form elsewhere in `models` does, and tests on a GPU compare the two.
-They are operations of torch with a name and no gradient; what uses them brings its own. That costs
-a third of the host's time that `torch.library.custom_op` takes.
+They are operations of torch with a name and no gradient; what uses them brings its own.
 """
 
 from __future__ import annotations
