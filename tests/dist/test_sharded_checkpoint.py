@@ -179,7 +179,7 @@ def _share_of_bytes(folder: Path) -> dict[str, float]:
     contents = CheckpointContents(model=model, optimizer=optimizer, trainer_state={})
     manager = CheckpointManager(folder, ranks=ranks)
     manager.reserve(contents)  # before there are moments
-    reserved = manager._stager.host_bytes
+    reserved = manager.stager.host_bytes
     model(torch.arange(10).view(1, 10), labels=torch.arange(10).view(1, 10)).loss.backward()
     optimizer.step()
     whole = 3 * sum(p.numel() * 4 for p in model.parameters())
@@ -197,7 +197,7 @@ def _share_of_bytes(folder: Path) -> dict[str, float]:
     one_pass.fill = watched_fill
     DTensor.full_tensor = DTensor.redistribute = refuse  # type: ignore[method-assign]
     path = manager.save(contents, 1)
-    copied = manager._stager.host_bytes
+    copied = manager.stager.host_bytes
     manager.load(contents, path)
     return {"reserved": reserved / whole, "copied": copied / whole, "read": num_read / whole}
 

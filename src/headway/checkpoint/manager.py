@@ -122,7 +122,8 @@ class CheckpointManager:
             **self._ranks.topology(),
         }
         self._num_threads = num_threads
-        self._stager = Stager(self._ranks)
+        self.stager = Stager(self._ranks)
+        """Copies the state, and has the host memory for it."""
         self._last_counter = 0
         self._verified: dict[tuple[Path, str], set[str]] = {}
         self._damaged: set[str] = set()
@@ -164,13 +165,13 @@ class CheckpointManager:
         )
         return self.write(pending)
 
-    def reserve(self, contents: CheckpointContents) -> None:
+    def reserve(self, contents: CheckpointContents, *, ready: bool = True) -> None:
         """Allocate the host memory that saves of `contents` copy to, before the first of them."""
-        self._stager.reserve(contents)
+        self.stager.reserve(contents, ready=ready)
 
     def wait_before_update(self) -> None:
         """To be called before an optimizer step: on CUDA, the step waits for a copy under way."""
-        self._stager.wait_before_update()
+        self.stager.wait_before_update()
 
     def stage(
         self,
@@ -196,7 +197,7 @@ class CheckpointManager:
         metadata = _lifetime(permanent, ephemeral)
         check_contents(self._ranks, contents)
         with self._ranks.together("copying the state"):
-            staged = self._stager.stage(contents, metrics)
+            staged = self.stager.stage(contents, metrics)
         return PendingSave(
             staged=staged,
             step=step,

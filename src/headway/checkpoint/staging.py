@@ -3,6 +3,10 @@
 Owns: `HostBuffers` (host memory allocated once and used again for every save) and `Stager`, which
 takes from the live objects what this rank writes. Does not own: the types (staged.py), writing.
 
+Memory is given to a process page by page as it is first used, and locking pages takes as long
+again: several seconds for a large state. `HostBuffers` does both before the first copy, in a thread
+if asked to.
+
 On the CPU the copy is complete when `stage` returns. On CUDA it runs on a side stream: forward
 and backward go on, and only the optimizer step has to wait (`Stager.wait_before_update`). What a
 forward may change (buffers, state of components) is copied on the stream of the forward instead,
@@ -11,10 +15,13 @@ so that the order of the stream protects it.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +61,8 @@ _ALIGN_BYTES = 16
 _MOST_SLACK = 1.05
 # Room for what components add after the start, as a part of the whole.
 _GROWTH = 100
+# Between two of these, bringing memory in can be given up.
+_CHUNK_BYTES = 1 << 28
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +80,10 @@ class HostBuffers:
         """Room that may stay unused, since what is copied will need it at times."""
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._release: Callable[[], Any] = lambda: None
+        self._is_ready = True
+        self._thread: threading.Thread | None = None
+        self._given_up = threading.Event()
+        self._error: BaseException | None = None
 
     @property
     def capacity_bytes(self) -> int:
@@ -78,25 +91,78 @@ class HostBuffers:
         return self._slab.numel()
 
     def reserve(self, size: int) -> None:
-        """Have room for `size` bytes, and for not much more."""
+        """Have room for `size` bytes, and for not much more; `make_ready` brings its pages in."""
         most = max(_MOST_SLACK * (size + self.spare_bytes), size + _ALIGN_BYTES)
         if size <= self.capacity_bytes <= most:
             return
+        self.give_up()
         # The old memory goes first: the two together would be twice the state.
         self._release()
         self._release = lambda: None
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._slab = torch.empty(size, dtype=torch.uint8)
+        self._is_ready = size == 0
+
+    def make_ready(self, *, wait: bool = True) -> None:
+        """Take the page faults, and lock the pages, now rather than in the first copy.
+
+        With `wait=False` a thread does it, and `take` waits for that.
+        """
+        if wait:
+            self._join()
+        if self._is_ready or self._thread is not None:
+            return
+        if wait:
+            self._slab.zero_()
+            self._finish()
+            return
+        self._given_up.clear()
+        # A new thread has the first device, and would make a context there.
+        device = torch.cuda.current_device() if self.pinned else None
+        # Not a daemon: the interpreter would take the driver down under it.
+        self._thread = threading.Thread(
+            target=self._make_ready_slowly,
+            args=(device,),
+            name="headway-save-memory",
+            daemon=False,
+        )
+        self._thread.start()
+
+    def give_up(self) -> None:
+        """Let a thread that makes the memory ready end before it is done."""
+        self._given_up.set()
+        self._join()
+
+    def _join(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _make_ready_slowly(self, device: int | None) -> None:
+        # Zeros by ctypes, which takes one core; torch would take those of the training. All of
+        # them before pages are locked: while the driver does that, it may hold up launches.
+        start, size = self._slab.data_ptr(), self.capacity_bytes
+        try:
+            for offset in range(0, size, _CHUNK_BYTES):
+                if self._given_up.is_set():
+                    return
+                ctypes.memset(start + offset, 0, min(_CHUNK_BYTES, size - offset))
+            with torch.cuda.device(device) if device is not None else nullcontext():
+                self._finish()
+        except BaseException as error:
+            self._error = error
+
+    def _finish(self) -> None:
         if self.pinned:
             self._lock_pages()
-        else:
-            self._slab.zero_()  # takes the page faults now rather than in the first save
+        self._is_ready = True
 
     def _lock_pages(self) -> None:
         # Not by pin_memory(): torch rounds page-locked memory up to a power of two.
         runtime, pointer = torch.cuda.cudart(), self._slab.data_ptr()
-        if not self.capacity_bytes:
-            return
         if int(runtime.cudaHostRegister(pointer, self.capacity_bytes, 0)) != 0:
             logger.warning(
                 "could not page-lock %d bytes of host memory; saves will hold up training longer",
@@ -112,6 +178,7 @@ class HostBuffers:
         """
         wanted = list(tensors)
         self.reserve(sum(_aligned(num_bytes(tensor)) for tensor in wanted))
+        self.make_ready()
         places, offset = [], 0
         for tensor in wanted:
             size = num_bytes(tensor)
@@ -136,11 +203,12 @@ class Stager:
         """Host memory held for copies."""
         return self._buffers.capacity_bytes if self._buffers else 0
 
-    def reserve(self, contents: CheckpointContents) -> None:
+    def reserve(self, contents: CheckpointContents, *, ready: bool = True) -> None:
         """Allocate the host memory for `contents`, so that the first save need not.
 
         Optimizer state that does not exist yet is estimated from the class; if the estimate is
-        wrong, the first save allocates again.
+        wrong, the first save allocates again. With `ready=False` only the size is found out and
+        addresses are taken; `make_ready` does the rest.
         """
         staged = StagedCheckpoint()
         if contents.stores_model:
@@ -158,6 +226,18 @@ class Stager:
         )
         size += buffers.spare_bytes
         buffers.reserve(size + size // _GROWTH)
+        if ready:
+            buffers.make_ready()
+
+    def make_ready(self) -> None:
+        """Let a thread bring in the memory that is reserved; the next save waits for it."""
+        if self._buffers is not None:
+            self._buffers.make_ready(wait=False)
+
+    def close(self) -> None:
+        """Let that thread end, done or not; a later save makes up for it."""
+        if self._buffers is not None:
+            self._buffers.give_up()
 
     def stage(
         self, contents: CheckpointContents, metrics: Mapping[str, Any] | None = None

@@ -161,10 +161,14 @@ class Saver:
         )
 
     def prepare(self) -> None:
-        """Allocate what saves copy to, and let optimizer steps wait for a copy under way."""
+        """See to it that saves will have room, and let optimizer steps wait for a copy under way.
+
+        The memory itself is brought in after the first step (`stager.make_ready`): that takes
+        seconds, for which nobody has to wait.
+        """
         strategy = self._trainer.strategy
         assert strategy is not None
-        self.manager.reserve(self._contents())
+        self.manager.reserve(self._contents(), ready=False)
         if strategy.device.type == "cuda":
             strategy.before_apply = self.manager.wait_before_update
 

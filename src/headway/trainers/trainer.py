@@ -375,6 +375,7 @@ class Trainer(
             # Not before a step has worked: a run that cannot start changes nothing on disk.
             saver.replace_earlier_run()
             saver.write_held()
+            saver.manager.stager.make_ready()
             if self.env.rank == 0:
                 write_snapshot(self.args.output_dir, snapshot)
             self._examination.begin(loop.delivery.recent)
@@ -399,6 +400,7 @@ class Trainer(
             saver.settle()
             raise
         finally:
+            saver.manager.stager.close()
             loader.close()
         self.state.outcome = loop.outcome
         output = self._finish(loop, saver, start)

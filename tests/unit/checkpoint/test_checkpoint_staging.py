@@ -1,6 +1,9 @@
 """The copy a save works on: independent of the live state, in memory that is used again."""
 
 import json
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,6 +72,101 @@ def test_buffers_shrink_when_the_state_does():
     assert buffers.capacity_bytes == 4000
     (small,) = buffers.take([torch.zeros(10, dtype=torch.bfloat16)])
     assert buffers.capacity_bytes == 32 and small.dtype == torch.bfloat16
+
+
+class Pages:
+    """Stands for the memory that a thread brings in; holds it up until it may go on."""
+
+    def __init__(self, monkeypatch, *, chunk_bytes=1000):
+        self.calls = []
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        monkeypatch.setattr("headway.checkpoint.staging._CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr("headway.checkpoint.staging.ctypes", SimpleNamespace(memset=self.fill))
+
+    def fill(self, address, value, size):
+        self.calls.append((address, size, threading.current_thread().name))
+        self.entered.set()
+        assert self.go_on.wait(60)
+
+
+def test_a_copy_waits_for_the_memory_that_a_thread_brings_in(monkeypatch):
+    pages, buffers, taken = Pages(monkeypatch), HostBuffers(), []
+    buffers.reserve(2500)
+    start = buffers._slab.data_ptr()
+    buffers.make_ready(wait=False)
+    buffers.make_ready(wait=False)  # asks for nothing more
+    assert pages.entered.wait(60)
+    thread = threading.Thread(target=lambda: taken.extend(buffers.take([torch.zeros(600)])))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive() and not taken
+    pages.go_on.set()
+    thread.join(60)
+    assert taken[0].data_ptr() == start
+    assert [call[:2] for call in pages.calls] == [
+        (start, 1000), (start + 1000, 1000), (start + 2000, 500)
+    ]  # fmt: skip
+    assert {name for _, _, name in pages.calls} == {"headway-save-memory"}
+
+
+def test_memory_that_is_not_needed_any_more_is_not_brought_in(monkeypatch):
+    pages, buffers = Pages(monkeypatch), HostBuffers()
+    buffers.reserve(2500)
+    buffers.make_ready(wait=False)
+    assert pages.entered.wait(60)
+    monkeypatch.setattr(buffers._given_up, "set", lambda real=buffers._given_up.set: (
+        real(), pages.go_on.set()
+    ))  # fmt: skip
+    thread = buffers._thread
+    buffers.give_up()
+    assert not thread.is_alive() and len(pages.calls) == 1
+    (copy,) = buffers.take([torch.ones(600)])  # all the same
+    assert copy.shape == (600,) and len(pages.calls) == 1
+
+
+def test_what_goes_wrong_in_the_thread_is_told_by_the_next_copy_and_only_by_it(monkeypatch):
+    def fail(*_):
+        raise OSError("no memory of that kind")
+
+    monkeypatch.setattr("headway.checkpoint.staging.ctypes", SimpleNamespace(memset=fail))
+    stager, contents = Stager(SoloRanks()), large_contents()
+    stager.reserve(contents, ready=False)
+    stager.make_ready()
+    step(contents)
+    with pytest.raises(OSError, match="of that kind"):
+        stager.stage(contents)
+    staged = stager.stage(contents)
+    assert torch.equal(staged.components[0].shards.tensors["0.weight"], contents.model[0].weight)
+
+
+def test_a_thread_locks_pages_on_the_device_of_the_run_once_they_are_there(monkeypatch):
+    pages, events, current = Pages(monkeypatch), [], threading.local()
+    pages.go_on.set()
+
+    @contextmanager
+    def device(index):
+        current.device = index
+        yield
+
+    def register(pointer, size, flags):
+        name = threading.current_thread().name
+        events.append((size, current.device, name, len(pages.calls)))
+        return 0
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=register, cudaHostUnregister=lambda _: events.append("released")
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    buffers = HostBuffers(pinned=True)
+    buffers.reserve(1504)
+    buffers.make_ready(wait=False)
+    buffers.take([torch.zeros(375)])
+    assert events == [(1504, 3, "headway-save-memory", 2)]
+    current.device = 0
+    buffers.take([torch.zeros(1000)])  # other memory, whose pages are locked at once
+    assert events[1:] == ["released", (4000, 0, "MainThread", 2)]
 
 
 def test_every_kind_of_tensor_is_copied_as_it_is():

@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from headway.checkpoint import (
     is_pinned,
     pin,
     read_manifest,
+    staging,
     verify,
 )
 from headway.engine.events import TrainerCallback
@@ -148,13 +151,59 @@ def test_the_first_save_finds_its_memory_allocated(tmp_path):
 
     class Watch(TrainerCallback):
         def on_train_begin(self, args, state, control, trainer=None, **kwargs):
-            held["before"] = trainer._saver.manager._stager.host_bytes
+            held["before"] = trainer._saver.manager.stager.host_bytes
 
         def on_save(self, args, state, control, trainer=None, **kwargs):
-            held[state.global_step] = trainer._saver.manager._stager.host_bytes
+            held[state.global_step] = trainer._saver.manager.stager.host_bytes
 
     tiny_trainer(tmp_path, [Watch()], max_steps=4, save_strategy="steps", save_steps=2).train()
     assert held["before"] > 0 and set(held.values()) == {held["before"]}
+
+
+def memory_threads():
+    return [t for t in threading.enumerate() if t.name == "headway-save-memory"]
+
+
+def test_memory_for_saves_is_brought_in_after_the_first_step_and_no_thread_stays(
+    tmp_path, monkeypatch
+):
+    seen = []
+    trainer = tiny_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+
+    def fill(address, value, size):
+        seen.append((trainer.state.global_step, threading.current_thread().name))
+        return memset(address, value, size)
+
+    memset = staging.ctypes.memset
+    monkeypatch.setattr(staging, "ctypes", SimpleNamespace(memset=fill))
+    trainer.train()
+    assert seen and {name for _, name in seen} == {"headway-save-memory"}
+    assert all(step >= 1 for step, _ in seen)
+    assert (tmp_path / "out" / "checkpoint-2" / "checkpoint_manifest.json").is_file()
+    assert memory_threads() == []
+
+
+def test_a_run_that_fails_leaves_no_memory_half_brought_in(tmp_path, monkeypatch):
+    calls, entered = [], threading.Event()
+
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, trainer=None, **kwargs):
+            if state.global_step == 2:
+                assert entered.wait(60)
+                raise RuntimeError("in the second step")
+
+    trainer = tiny_trainer(tmp_path, [Fails()], max_steps=4, save_strategy="steps", save_steps=4)
+
+    def fill(address, value, size):
+        calls.append(size)
+        entered.set()
+        assert trainer._saver.manager.stager._buffers._given_up.wait(60)
+
+    monkeypatch.setattr(staging, "ctypes", SimpleNamespace(memset=fill))
+    monkeypatch.setattr(staging, "_CHUNK_BYTES", 256)
+    with pytest.raises(RuntimeError, match="in the second step"):
+        trainer.train()
+    assert len(calls) == 1 and memory_threads() == []
 
 
 def test_a_models_generation_config_goes_along(tmp_path):
