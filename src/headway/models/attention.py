@@ -1,7 +1,8 @@
 """Causal attention with grouped heads, over SDPA or flex attention, with every mask we support.
 
-Owns: `Attention`, `AttentionPlan` (what may see what, decided once per forward), the masks.
-Does not own: positions (rope.py), the cache's storage (cache.py), the block around it (decoder.py).
+Owns: `Attention`, `AttentionPlan` (what may see what, decided once per forward), dense masks.
+Does not own: positions (rope.py), block masks (block_mask.py), the cache's storage (cache.py), the
+block around it (decoder.py).
 
 Shapes: B batch, S queries, T keys, N heads, D head width.
 """
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headway.errors import ConfigError
+from headway.models.block_mask import make_block_mask
 from headway.models.cache import KVCache
 from headway.models.config import DecoderConfig
 from headway.models.kernels.rope import split_heads
@@ -78,7 +80,7 @@ def plan_attention(
     if config.attention == "flex" and not cached:
         return AttentionPlan(
             is_causal=False,
-            block_mask=_block_mask(seq_len, device, window, document_ids, attention_mask),
+            block_mask=make_block_mask(seq_len, device, window, document_ids, attention_mask),
         )
     plain = document_ids is None and attention_mask is None and window is None
     plain = plain and (past_len == 0 or seq_len == 1)
@@ -128,68 +130,18 @@ def _dense_mask(
     return seen.unsqueeze(1)
 
 
-# Compiled along with a model the mask's creation fails; it compiles by itself below.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _block_mask(
-    seq_len: int,
-    device: torch.device,
-    window: int | None,
-    document_ids: Tensor | None,
-    attention_mask: Tensor | None,
-) -> Any:
-    if document_ids is None and attention_mask is None:
-        return _shared_block_mask(seq_len, device, window)
-    some = document_ids if document_ids is not None else attention_mask
-    assert some is not None
-    padding = None if attention_mask is None else attention_mask.bool()
-    mod = _mask_mod(window, document_ids, padding)
-    return _create_block_mask(device)(
-        mod, B=some.shape[0], H=None, Q_LEN=seq_len, KV_LEN=seq_len, device=device
-    )
-
-
-@functools.lru_cache(maxsize=16)
-def _shared_block_mask(seq_len: int, device: torch.device, window: int | None) -> Any:
-    mod = _mask_mod(window, None, None)
-    return _create_block_mask(device)(
-        mod, B=None, H=None, Q_LEN=seq_len, KV_LEN=seq_len, device=device
-    )
-
-
-def _mask_mod(
-    window: int | None, document_ids: Tensor | None, padding: Tensor | None
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    def sees(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        seen = q >= kv
-        if window is not None:
-            seen = seen & (q - kv < window)
-        if document_ids is not None:
-            seen = seen & (document_ids[b, q] == document_ids[b, kv])
-        if padding is not None:
-            seen = seen & (padding[b, kv] | (q == kv))
-        return seen
-
-    return sees
-
-
 @functools.cache
-def _compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def _compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention), torch.compile(create_block_mask)
-
-
-def _create_block_mask(device: torch.device) -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return create_block_mask if device.type == "cpu" else _compiled_flex()[1]
+    return torch.compile(flex_attention)
 
 
 def _attend_flex(q_BNSD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, block_mask: Any) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
     plain = q_BNSD.device.type == "cpu" or torch.compiler.is_compiling()
-    attend: Any = flex_attention if plain else _compiled_flex()[0]
+    attend: Any = flex_attention if plain else _compiled_flex()
     grouped = q_BNSD.shape[1] != k_BNTD.shape[1]
     out: Tensor = attend(q_BNSD, k_BNTD, v_BNTD, block_mask=block_mask, enable_gqa=grouped)
     return out
