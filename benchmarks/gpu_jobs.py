@@ -1,4 +1,4 @@
-"""The jobs of gpu_training.py, and the systems that are measured only there.
+"""The jobs of the benchmarks on a GPU, and the systems that only gpu_training.py measures.
 
 A careful model and loop written by hand (fused projections, whole-model compilation, a loss in
 chunks), and Headway with its reference decoder in several settings.
@@ -7,6 +7,9 @@ chunks), and Headway with its reference decoder in several settings.
 from __future__ import annotations
 
 import contextlib
+import datetime
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +53,9 @@ TINY_CURVE = Job(
     name="curve", width=64, layers=2, heads=4, kv_heads=2, ffn=128, vocabulary=258, length=64,
     batch=4,
 )  # fmt: skip
+# Job B in one long sequence; of the same number of tokens.
+LONG = replace(JOBS["B"], name="B, 16,384 tokens", length=16384, batch=1)
+TINY_LONG = replace(TINY["B"], name="tiny, long", length=256, batch=1)
 CHUNK_TOKENS = 4096
 FP8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
@@ -229,3 +235,9 @@ def converted_decoder(plan: Plan, watch: Stopwatch, folder: str) -> Losses:
         return {"model": model}
 
     return headway_system(with_its_weights)(plan, watch, folder)
+
+
+def write_result(name: str, text: str) -> None:
+    """Keep a report in results/ under today's date; a later call of the day takes its place."""
+    path = Path(__file__).parent / "results" / f"{name}-{datetime.date.today()}.md"
+    path.write_text(text, encoding="utf-8")
