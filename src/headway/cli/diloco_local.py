@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from headway.cli.diloco_server import server_options
+from headway.cli.diloco_server import as_flags, server_options
 from headway.cli.diloco_status import describe, headline
 from headway.errors import ConfigError
 
@@ -36,20 +36,11 @@ _LAST_LINES = 15
 def run(options: argparse.Namespace) -> int:
     """Start all, show them, and wait for the workers' end."""
     from headway.config.load import load_run
-    from headway.diloco.options import WorkerOptions
 
     problems: list[str] = []
-    for check in (
-        lambda: server_options(options),
-        lambda: WorkerOptions(
-            sync_every=options.sync_every,
-            num_fragments=options.num_fragments,
-            comm=options.comm,
-            dylu=options.dylu,
-        ),
-    ):
+    for check in (server_options, _check_worker):
         try:
-            check()
+            check(options)
         except ConfigError as error:
             told = {_option_of(text) for text in problems}
             problems += [text for text in error.problems if _option_of(text) not in told]
@@ -61,6 +52,18 @@ def run(options: argparse.Namespace) -> int:
     local = _Local(options, folder, max(0, run_config.args.seed))
     with local.taking_signals():
         return local.run()
+
+
+def _check_worker(options: argparse.Namespace) -> None:
+    from headway.diloco.options import WorkerOptions
+
+    with as_flags():
+        WorkerOptions(
+            sync_every=options.sync_every,
+            num_fragments=options.num_fragments,
+            comm=options.comm,
+            dylu=options.dylu,
+        )
 
 
 def _option_of(problem: str) -> str:

@@ -7,9 +7,12 @@ signal. Does not own: the server (diloco/).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import re
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 _RUN_FILES = (".yaml", ".yml")
+_FLAGS = {"num_workers": "workers", "outer_momentum": "momentum"}
+_OPTION = re.compile(r"^\w+(?=[=:])|\b\w+(?==)")
+"""The option that a message begins with, and those whose values it tells."""
 
 
 def server_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -40,8 +46,23 @@ def server_options(options: argparse.Namespace) -> dict[str, Any]:
         "nesterov": not options.no_nesterov,
         "accumulate": options.accumulate,
     }
-    ServerOptions(**chosen)
+    with as_flags():
+        ServerOptions(**chosen)
     return chosen
+
+
+@contextlib.contextmanager
+def as_flags() -> Iterator[None]:
+    """Mistakes told inside are told of options as they are written on the command line."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([_OPTION.sub(_flag_of, text) for text in error.problems]) from None
+
+
+def _flag_of(found: re.Match[str]) -> str:
+    name = found[0]
+    return "--" + _FLAGS.get(name, name.replace("_", "-"))
 
 
 def run(options: argparse.Namespace) -> int:
