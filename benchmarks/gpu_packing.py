@@ -141,7 +141,7 @@ def run_task(plan: Plan, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dataset = new_dataset(plan, options, folder)
         trainer, losses = train(plan, watch, folder, dataset)
-        peak_bytes = watch.peak_bytes()
+        peak_bytes, graphs = watch.peak_bytes(), num_graphs()
         state = {name: value.detach() for name, value in trainer.model.state_dict().items()}
         del trainer
         gc.collect()
@@ -168,6 +168,7 @@ def run_task(plan: Plan, options: argparse.Namespace) -> None:
         "matmul_flops": measure_matmul_flops(plan),
         "peak_bytes": peak_bytes,
         "first_step_s": watch.first_step_s,
+        "graphs": graphs,
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "apart": apart,
@@ -178,6 +179,13 @@ def run_task(plan: Plan, options: argparse.Namespace) -> None:
         "machine": describe_machine(plan),
     }
     Path(options.result).write_text(json.dumps(row), encoding="utf-8")
+
+
+def num_graphs() -> int:
+    """Compiled in this process; more than a few tell that masks are compiled for each batch."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
 
 
 def attention_of(plan: Plan) -> str:
@@ -346,8 +354,8 @@ def tell(row: Row) -> str:
     return (
         f"{row['system']:14} {row['step_ms']:8.2f} ms  {row['tokens_per_s']:,.0f} tokens/s  "
         f"{row['flops_per_s'] / 1e12:.3g} TFLOP/s of {row['matmul_flops'] / 1e12:.3g}  "
-        f"peak {row['peak_bytes'] / GIB:.2f} GiB  first step {row['first_step_s']:.1f} s  "
-        f"loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}{compared}"
+        f"peak {row['peak_bytes'] / GIB:.2f} GiB  first step {row['first_step_s']:.1f} s, "
+        f"{row['graphs']} graphs  loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}{compared}"
     )
 
 
@@ -369,21 +377,21 @@ def report(rows: list[Row], options: argparse.Namespace) -> str:
         ]
     lines += [
         "| | attention | ms per step | tokens/s | attended pairs per token | TFLOP/s | MFU | of "
-        "unpacked | peak GiB | first step, s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "unpacked | peak GiB | first step, s | graphs |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     base = good.get("unpacked")
     rate = statistics.median(row["matmul_flops"] for row in good.values()) if good else 1.0
     for row in rows:
         if "error" in row:
-            lines.append(f"| {NAMES[row['system']]} | failed: {row['error']} | | | | | | | | |")
+            lines.append(f"| {NAMES[row['system']]} | failed: {row['error']} | | | | | | | | | |")
             continue
         share = "" if base is None else f"{row['flops_per_s'] / base['flops_per_s']:.3f}"
         lines.append(
             f"| {NAMES[row['system']]} | {row['attention']} | {row['step_ms']:.1f} | "
             f"{row['tokens_per_s']:,.0f} | {row['pairs_per_token']:,.0f} | "
             f"{row['flops_per_s'] / 1e12:.3g} | {row['flops_per_s'] / rate:.1%} | {share} | "
-            f"{row['peak_bytes'] / GIB:.2f} | {row['first_step_s']:.1f} |"
+            f"{row['peak_bytes'] / GIB:.2f} | {row['first_step_s']:.1f} | {row['graphs']} |"
         )
     lines += ["", *goal_lines(good)]
     return "\n".join(lines) + "\n"
