@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.cli.first_imports import import_compiler, resting_collector
 from headway.cli.launch import (
     add_launch_arguments,
     choose_resume,
@@ -60,10 +61,13 @@ def run(options: argparse.Namespace, amend: Callable[[RunConfig], None] | None =
             amend(run_config)
         return run_config, {"use_cpu": run_config.args.use_cpu, "device": run_config.args.device}
 
-    return run_as_rank(load, lambda run_config: _run(options, run_config))
+    with resting_collector() as wake_collector:
+        return run_as_rank(load, lambda run_config: _run(options, run_config, wake_collector))
 
 
-def _run(options: argparse.Namespace, run_config: RunConfig) -> int:
+def _run(
+    options: argparse.Namespace, run_config: RunConfig, wake_collector: Callable[[], None]
+) -> int:
     from headway.cli.messages import print_json
     from headway.engine.signals import ignore_save_requests
     from headway.engine.start_times import StartTimes
@@ -75,6 +79,8 @@ def _run(options: argparse.Namespace, run_config: RunConfig) -> int:
     with ignore_save_requests():
         from headway.trainers.from_config import build_trainer
 
+        import_compiler(run_config.args)
+        wake_collector()
         start_times.reach("imports")
         trainer = build_trainer(run_config)
         start_times.reach("data")
