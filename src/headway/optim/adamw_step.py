@@ -100,6 +100,8 @@ class KernelStep:
         for group in optimizer.param_groups:
             if not group["fused"] or any(group[way] for way in _OTHER_WAYS):
                 return None
+            if any(isinstance(beta, Tensor) for beta in group["betas"]):
+                return None  # the kernel would take it for an address
             for param in group["params"]:
                 if param.grad is None:
                     continue
@@ -133,7 +135,7 @@ class KernelStep:
         device, (beta1, beta2) = weights[0].device, group["betas"]
         layout = _layout(tuple(weight.numel() for weight in weights), device)
         addresses = [t.data_ptr() for own in (weights, grads, means, squares) for t in own]
-        with torch.cuda.device(device):
+        with torch.cuda.device_of(weights[0]):
             _kernel()[(layout.owners.numel(),)](
                 _send(torch.tensor(addresses), device),
                 len(weights),
@@ -152,6 +154,8 @@ class KernelStep:
                 BLOCK=_BLOCK,
                 num_warps=8,
             )
+        # Autograd does not see what the kernel writes; a graph that holds the weights must know.
+        torch.autograd.graph.increment_version(weights)
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf] * len(steps))
 

@@ -1,6 +1,7 @@
 """GPU kernels of the reference decoder, for what torch's operations do in too many passes.
 
-Each computes what a plain form elsewhere in `models` does, and tests on a GPU compare the two.
+Each computes what a plain form elsewhere in `models` does; tests compare the two on a GPU, and in
+Triton's interpreter on any machine.
 They are operations of torch with a name and no gradient; what uses them brings its own.
 """
 

@@ -48,9 +48,11 @@ def _kernel() -> Any:
             x = tl.load(logits + columns, mask=inside, other=-1e30).to(tl.float32)
             top = tl.max(x, 0)
             denominator = top + tl.log(tl.sum(tl.exp(x - top), 0))
-            # A label outside the vocabulary makes the loss NaN: the step is withheld.
+            # A label outside the vocabulary makes loss and gradient NaN: the step is withheld, and
+            # by ranks too, which go by the gradient alone.
             known = (label >= 0) & (label < num_columns)
-            picked = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
+            denominator = tl.where(known, denominator, float("nan"))
+            picked = tl.load(logits + label, mask=known, other=0.0).to(tl.float32)
             tl.store(losses + row, denominator - picked)
             if WITH_GRADS:
                 share = tl.exp(x - denominator)
@@ -69,9 +71,11 @@ def _kernel() -> Any:
             top = tl.max(highest, 0)
             # Lanes past the row's end have counted -1e30 as a number; against the top it is none.
             denominator = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
-            # A label outside the vocabulary makes the loss NaN: the step is withheld.
+            # A label outside the vocabulary makes loss and gradient NaN: the step is withheld, and
+            # by ranks too, which go by the gradient alone.
             known = (label >= 0) & (label < num_columns)
-            picked = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
+            denominator = tl.where(known, denominator, float("nan"))
+            picked = tl.load(logits + label, mask=known, other=0.0).to(tl.float32)
             tl.store(losses + row, denominator - picked)
             if WITH_GRADS:
                 for start in range(0, num_columns, BLOCK):
@@ -94,7 +98,7 @@ def loss_and_grads(
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of each row in float32, and the gradient of their sum in `grad_dtype`, if given.
 
-    Rows whose label is `ignored` have neither.
+    Rows whose label is `ignored` have neither; of a label outside the vocabulary both are NaN.
     """
     num_rows, num_columns = logits_CV.shape
     assert logits_CV.stride(1) == 1
@@ -105,7 +109,7 @@ def loss_and_grads(
         grads_CV = torch.empty(logits_CV.shape, dtype=grad_dtype, device=logits_CV.device)
     held = _BLOCK < num_columns <= _LONGEST_HELD
     if num_rows:
-        with torch.cuda.device(logits_CV.device):
+        with torch.cuda.device_of(logits_CV):
             _kernel()[(num_rows,)](
                 logits_CV,
                 logits_CV.stride(0),

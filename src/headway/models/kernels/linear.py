@@ -51,9 +51,9 @@ def _fake_weight_grad(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 )
 def weight_grad(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """grad.T @ x as the sum that the product makes in `dtype`, never rounded in between."""
-    if dtype == torch.float32 and grad.dtype != dtype:
+    if grad.is_cuda and dtype == torch.float32 and grad.dtype != dtype:
         return torch.mm(grad.t(), x, out_dtype=dtype)
-    return (grad.t() @ x).to(dtype)
+    return grad.t().to(dtype) @ x.to(dtype)
 
 
 class _JoinedLinear(torch.autograd.Function):

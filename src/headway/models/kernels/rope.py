@@ -82,7 +82,7 @@ def _turn(
     cos, sin = cos.contiguous(), sin.contiguous()
     num_kv_heads = parts[1].shape[2]
     placed = [value for part in parts for value in (part, *part.stride()[:3])]
-    with torch.cuda.device(joined.device):
+    with torch.cuda.device_of(joined):
         _kernel()[(batch * seq_len,)](
             joined,
             *placed,

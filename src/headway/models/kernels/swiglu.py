@@ -56,9 +56,9 @@ def swiglu_backward(joined: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """From gate and up [N, 2 F] and the gradient of silu(gate) * up [N, F]: theirs, and it."""
     joined, grad = joined.contiguous(), grad.contiguous()
     num_rows, num_columns = grad.shape
-    grad_joined, product = torch.empty_like(joined), torch.empty_like(grad)
+    grad_joined, product = _fake(joined, grad)
     if num_rows:
-        with torch.cuda.device(joined.device):
+        with torch.cuda.device_of(joined):
             _kernel()[(num_rows, -(-num_columns // _BLOCK))](
                 joined, grad, grad_joined, product, num_columns, BLOCK=_BLOCK, num_warps=4
             )
