@@ -1,0 +1,136 @@
+"""The kernel of AdamW in Triton's interpreter, against torch's own step."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from kernels_on_cpu import open_kernel
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from headway.optim import adamw_step
+from headway.optim.adamw_step import KernelStep
+
+open_kernel(adamw_step)
+
+# Around the size of a block, and several in one tensor.
+SIZES = [(1,), (7, 3), (4096,), (4097,), (3, 3000), (64, 64), (0,)]
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def without_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none without a GPU."""
+    monkeypatch.setattr(adamw_step, "_send", lambda values, device: values.to(device))
+
+
+def make(**settings: Any) -> tuple[list[nn.Parameter], AdamW]:
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(size)) for size in SIZES]
+    groups = [{"params": weights[:2], "weight_decay": 0.0}, {"params": weights[2:]}]
+    return weights, AdamW(groups, **{**SETTINGS, "fused": True, **settings})
+
+
+def give_grads(weights: list[nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator)
+
+
+def factor_of(weights: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
+    norm = nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None])
+    return norm, (1.0 / (norm + 1e-6)).clamp(max=1.0)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_its_updates_are_those_of_torch(as_tensor: bool) -> None:
+    weights, optimizer = make()
+    others, reference = make()
+    for number in range(6):
+        for group in (*optimizer.param_groups, *reference.param_groups):
+            lr = 1e-2 / (1 + number)
+            group["lr"] = torch.tensor(lr) if as_tensor else lr
+        give_grads(weights, number)
+        give_grads(others, number)
+        if number % 3 == 1:  # parameters that had no part in this step, one group whole
+            for index in (0, 1, 3):
+                weights[index].grad = others[index].grad = None
+        KernelStep(optimizer).take()
+        reference.step()
+    for one, other in zip(weights, others):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            ours, theirs = optimizer.state[one][key], reference.state[other][key]
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert optimizer.state[weights[3]]["step"] == 4
+    assert optimizer.state[weights[4]]["step"] == 6
+
+
+def test_clipping_in_the_step_is_clipping_before_it_to_the_bit() -> None:
+    weights, optimizer = make()
+    others, before = make()
+    for number in range(3):
+        give_grads(weights, number)
+        give_grads(others, number)
+        norm, factor = factor_of(weights)
+        step = KernelStep(optimizer)
+        step.grad_factor = factor
+        step.take()
+        nn.utils.clip_grads_with_norm_(others, 1.0, norm)
+        KernelStep(before).take()
+    assert all(torch.equal(one, other) for one, other in zip(weights, others))
+
+
+def test_a_step_is_withheld_by_the_flag_alone() -> None:
+    weights, optimizer = make()
+    give_grads(weights, 0)
+    KernelStep(optimizer).take()
+    held = copy.deepcopy([weights, optimizer.state_dict()["state"]])
+    give_grads(weights, 1)
+    assert weights[3].grad is not None
+    weights[3].grad[5] = float("nan")
+    step = KernelStep(optimizer)
+    step.grad_factor = factor_of(weights)[1]
+    assert step.grad_factor.isnan()
+    step.take(torch.ones(()))
+    for one, other in zip(weights, held[0]):
+        assert torch.equal(one, other)
+    for number, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, held[1][number][key]) for key, value in state.items())
+    give_grads(weights, 2)
+    KernelStep(optimizer).take(torch.zeros(()))
+    assert optimizer.state[weights[3]]["step"] == 2
+    assert not torch.equal(weights[3], held[0][3])
+
+
+def test_a_first_step_that_is_withheld_leaves_nothing_behind() -> None:
+    weights, optimizer = make()
+    give_grads(weights, 0)
+    before = copy.deepcopy(weights)
+    KernelStep(optimizer).take(torch.ones(()))
+    assert all(torch.equal(one, other) for one, other in zip(weights, before))
+    for weight in weights:
+        assert all(not value.any() for value in optimizer.state[weight].values())
+
+
+def test_a_graph_that_holds_the_weights_finds_them_changed() -> None:
+    weight = nn.Parameter(torch.randn(5))
+    optimizer = AdamW([weight], **SETTINGS, fused=True)
+    loss = weight.square().sum()
+    weight.grad = torch.ones(5)
+    KernelStep(optimizer).take()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_betas_that_are_tensors_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would take them for addresses."""
+    monkeypatch.setattr(adamw_step, "_is_plain", lambda tensor, like: True)
+    monkeypatch.setattr(adamw_step, "triton_works", lambda: True)
+    for betas, fits in (((0.9, 0.98), True), ((torch.tensor(0.9), torch.tensor(0.98)), False)):
+        weights, optimizer = make(betas=betas)
+        give_grads(weights, 0)
+        assert (KernelStep.of(optimizer) is not None) == fits

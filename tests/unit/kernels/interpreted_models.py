@@ -1,0 +1,286 @@
+"""Kernels of the decoder in Triton's interpreter, against the plain forms in higher precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernels_on_cpu import open_kernel
+from torch import Tensor
+from torch.library import opcheck
+
+from headway.models import loss as loss_module
+from headway.models.config import DecoderConfig
+from headway.models.kernels import cross_entropy, rope, swiglu
+from headway.models.rope import RotaryTable, apply_rope
+
+for module in (cross_entropy, rope, swiglu):
+    open_kernel(module)
+
+DTYPES = [torch.float32, torch.bfloat16]
+CHECKS = ("test_schema", "test_faketensor")
+# In one piece with room to spare, held whole and padded, held whole, and in pieces.
+VOCABULARIES = [1, 50, 4096, 4097, 32768, 40001]
+
+
+def assert_near(found: Tensor, wanted: Tensor, *, atol: float = 1e-5) -> None:
+    """Equal but for the rounding to the dtype that was found."""
+    rtol = 1e-2 if found.dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=rtol, atol=atol)
+
+
+def grads_of(made: Sequence[Tensor], weights: Sequence[Tensor], *wrt: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of a sum of the outputs that counts each number differently."""
+    return torch.autograd.grad(made, wrt, [w.to(m.dtype) for w, m in zip(weights, made)])
+
+
+# -- the loss of rows of logits ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_losses_and_gradients_are_those_of_cross_entropy(
+    vocabulary: int, dtype: torch.dtype, scale: float
+) -> None:
+    torch.manual_seed(0)
+    # Rows that lie apart from each other, and labels that do.
+    logits = (scale * torch.randn(5, vocabulary + 3)).to(dtype)[:, :vocabulary]
+    labels = torch.randint(vocabulary, (10,))[::2]
+    labels[0], labels[-1] = vocabulary - 1, 0
+    labels[2] = -100
+    wide = logits.double().requires_grad_()
+    wanted = F.cross_entropy(wide, labels, reduction="none")
+    (wanted_grads,) = torch.autograd.grad(wanted.sum(), wide)
+    for grad_dtype in DTYPES:
+        losses, grads = cross_entropy.loss_and_grads(
+            logits, labels, ignored=-100, grad_dtype=grad_dtype
+        )
+        assert grads is not None
+        assert losses.dtype == torch.float32 and grads.dtype == grad_dtype
+        assert_near(losses, wanted)
+        assert_near(grads, wanted_grads)
+        assert losses[2] == 0 and not grads[2].any()
+    alone, none = cross_entropy.loss_and_grads(logits, labels, ignored=-100, grad_dtype=None)
+    assert none is None
+    assert torch.equal(alone, losses)
+
+
+@pytest.mark.parametrize("vocabulary", [50, 5000, 40001])
+def test_a_label_outside_the_vocabulary_spoils_its_row_alone(vocabulary: int) -> None:
+    """Its gradient too: ranks withhold a step by the norm of the gradients."""
+    logits = torch.randn(1, vocabulary).expand(6, -1)
+    labels = torch.tensor([0, -1, vocabulary, vocabulary - 1, -100, 2**40])
+    losses, grads = cross_entropy.loss_and_grads(
+        logits, labels, ignored=-100, grad_dtype=torch.bfloat16
+    )
+    assert grads is not None
+    good = torch.tensor([True, False, False, True, True, False])
+    assert torch.equal(losses.isfinite(), good)
+    assert torch.equal(grads.isfinite().all(1), good)
+    assert torch.equal(grads.isnan().all(1), ~good)
+
+
+@pytest.mark.parametrize("vocabulary", [50, 5000, 40001])
+def test_damaged_logits_are_seen_in_loss_and_gradient(vocabulary: int) -> None:
+    logits = torch.randn(4, vocabulary)
+    logits[1, vocabulary - 1] = float("nan")
+    logits[2, 17] = float("inf")
+    logits[3] = float("nan")
+    labels = torch.tensor([1, 2, 3, -100])
+    losses, grads = cross_entropy.loss_and_grads(
+        logits, labels, ignored=-100, grad_dtype=torch.float32
+    )
+    assert grads is not None
+    assert losses.isfinite().tolist() == [True, False, False, True]
+    assert grads.isfinite().all(1).tolist() == [True, False, False, True]
+    assert losses[3] == 0 and not grads[3].any()  # what is ignored is not even read
+
+
+def test_no_rows_have_no_loss() -> None:
+    losses, grads = cross_entropy.loss_and_grads(
+        torch.empty(0, 50), torch.empty(0, dtype=torch.long), ignored=-100, grad_dtype=torch.float32
+    )
+    assert losses.shape == (0,) and grads is not None and grads.shape == (0, 50)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_loss_in_chunks_is_the_same_with_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bias: bool
+) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 11, 16).to(dtype).requires_grad_()
+    weight = torch.randn(70, 16, requires_grad=True)
+    wrt = [hidden, weight, *([torch.randn(70, requires_grad=True)] if bias else [])]
+    labels = torch.randint(70, (2, 11))
+    labels[0, :6] = -100
+
+    def made() -> list[Tensor]:
+        total = loss_module.chunked_cross_entropy(
+            hidden, weight, labels, chunk_tokens=5, bias=wrt[2] if bias else None
+        )
+        return [total, *torch.autograd.grad(total, wrt)]
+
+    plain = made()
+    monkeypatch.setattr(loss_module, "can_use_kernel", lambda logits: True)
+    for found, wanted in zip(made(), plain, strict=True):
+        limit = 0.02 if dtype == torch.bfloat16 else 1e-5
+        assert (found - wanted).norm() <= limit * wanted.norm()
+
+
+# -- heads out of a joined projection, turned by their positions ------------------------------
+
+
+def split_plainly(joined: Tensor, cos: Tensor, sin: Tensor, n: int, k: int) -> tuple[Tensor, ...]:
+    heads = joined.view(*joined.shape[:2], n + 2 * k, -1)
+    q, key, v = heads.split([n, k, k], dim=2)
+    return apply_rope(q, cos, sin), apply_rope(key, cos, sin), v
+
+
+def tables(batch: int, seq_len: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of a row each, as packed documents have them, or for `batch` 1 of all rows."""
+    config = DecoderConfig(
+        vocab_size=8, hidden_size=size, num_layers=1, num_heads=1, max_seq_len=64
+    )
+    positions = torch.randint(64, (batch, seq_len))
+    return RotaryTable(config)(seq_len, 0, positions, dtype)
+
+
+HEADS = [(3, 2, 10), (4, 1, 8), (1, 1, 2), (5, 5, 6)]
+
+
+@pytest.mark.parametrize(("n", "k", "size"), HEADS)
+@pytest.mark.parametrize("table_rows", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_and_their_gradients_are_those_of_apply_rope(
+    n: int, k: int, size: int, table_rows: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    cos, sin = tables(table_rows, 5, size, dtype)
+    # The projection is a part of something wider, and the tables are every second of others.
+    joined = torch.randn(2, 5, (n + 2 * k) * size + 1).to(dtype)[..., :-1].requires_grad_()
+    cos, sin = (t.repeat_interleave(2, dim=1)[:, ::2] for t in (cos, sin))
+    parts = rope.split_heads(joined, cos, sin, n, k)
+    wide = joined.detach().double().requires_grad_()
+    wanted = split_plainly(wide, cos.double(), sin.double(), n, k)
+    for found, part in zip(parts, wanted, strict=True):
+        assert found.dtype == dtype and found.is_contiguous()
+        assert_near(found, part, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+    # As attention leaves them: heads before positions.
+    weights = [torch.randn(2, w.shape[2], 5, size).to(dtype).transpose(1, 2) for w in wanted]
+    (grad,) = grads_of(parts, weights, joined)
+    (wanted_grad,) = grads_of(wanted, weights, wide)
+    assert_near(grad, wanted_grad, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        lambda grad: grad[..., :1].expand_as(grad),
+        lambda grad: grad[:1, :1, :1].expand_as(grad),
+        lambda grad: grad.transpose(1, 3).contiguous().transpose(1, 3),
+    ],
+    ids=["same in a head", "same for all", "width not last"],
+)
+def test_gradients_lie_in_memory_as_they_like(unusual: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    cos, sin = tables(2, 3, 8, torch.float32)
+    joined = torch.randn(2, 3, 7 * 8, requires_grad=True)
+    parts = rope.split_heads(joined, cos, sin, 3, 2)
+    weights = [unusual(torch.randn(part.shape)) for part in parts]
+    (grad,) = grads_of(parts, weights, joined)
+    (wanted,) = grads_of(split_plainly(joined, cos, sin, 3, 2), weights, joined)
+    assert_near(grad, wanted)
+
+
+def test_a_part_that_is_not_used_has_no_gradient() -> None:
+    cos, sin = tables(1, 3, 8, torch.float32)
+    joined = torch.randn(2, 3, 7 * 8, requires_grad=True)
+    rope.split_heads(joined, cos, sin, 3, 2)[1].sum().backward()
+    assert joined.grad is not None
+    used = joined.grad.view(2, 3, 7, 8).abs().sum((0, 1, 3)) > 0
+    assert used.tolist() == [False] * 3 + [True] * 2 + [False] * 2
+
+
+def test_tables_of_another_length_are_refused() -> None:
+    joined = torch.randn(2, 3, 7 * 8)
+    for rows, positions in ((1, 4), (3, 3)):
+        cos, sin = tables(rows, positions, 8, torch.float32)
+        with pytest.raises(RuntimeError, match="positions"):
+            rope.split_heads(joined, cos, sin, 3, 2)
+
+
+# -- the second half of a gated MLP -----------------------------------------------------------
+
+
+def product_of(joined: Tensor) -> Tensor:
+    gate, up = joined.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("width", [1, 7, 1024, 1025, 2100])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_gate_and_up_are_those_of_autograd(width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    joined = (5 * torch.randn(3, 2 * width + 1)).to(dtype)[:, :-1]
+    grad = torch.randn(width, 3).to(dtype).t()
+    wide = joined.double().requires_grad_()
+    wanted = product_of(wide)
+    (wanted_grad,) = torch.autograd.grad(wanted, wide, grad.double())
+    grad_joined, product = swiglu.swiglu_backward(joined, grad)
+    assert_near(grad_joined, wanted_grad)
+    assert_near(product, wanted)
+
+
+def test_a_gate_far_out_is_open_or_closed() -> None:
+    joined = torch.tensor([[200.0, -200.0, 0.0, 3.0, 3.0, 3.0]])
+    grad_joined, product = swiglu.swiglu_backward(joined, torch.ones(1, 3))
+    assert_near(product, torch.tensor([[600.0, 0.0, 0.0]]))
+    assert_near(grad_joined, torch.tensor([[3.0, 0.0, 1.5, 200.0, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_whole_half_is_the_plain_one(rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    joined = torch.randn(2, rows, 26).to(dtype).requires_grad_()
+    weight = torch.randn(6, 13, requires_grad=True)
+    wide = [t.detach().double().requires_grad_() for t in (joined, weight)]
+    made, wanted = swiglu.gated_down(joined, weight), F.linear(product_of(wide[0]), wide[1])
+    seed = torch.randn(made.shape).to(dtype)
+    found = (made, *grads_of([made], [seed], joined, weight))
+    for one, other in zip(found, (wanted, *grads_of([wanted], [seed], *wide)), strict=True):
+        limit = 0.02 if dtype == torch.bfloat16 else 1e-5
+        assert (one.double() - other).norm() <= limit * other.norm()
+    assert found[2].dtype == torch.float32
+
+
+# -- what the compiler is told of them --------------------------------------------------------
+
+
+def operations() -> list[tuple[str, Any, tuple[Any, ...]]]:
+    cos, sin = tables(2, 3, 8, torch.float32)
+    q, k = torch.randn(2, 3, 3, 8), torch.randn(2, 2, 3, 8).transpose(1, 2)
+    return [
+        ("split", rope._split_heads, (torch.randn(2, 3, 57)[..., 1:], cos, sin, 3, 2)),
+        ("join", rope._join_heads, (q, k, k[..., :1].expand_as(k), cos, sin)),
+        ("swiglu", swiglu.swiglu_backward, (torch.randn(14, 3).t(), torch.randn(3, 7))),
+        ("swiglu of a row", swiglu.swiglu_backward, (torch.randn(2, 14)[:1], torch.randn(1, 7))),
+        ("swiglu in a wider row", swiglu.swiglu_backward,
+         (torch.randn(2, 20)[:1, :14], torch.randn(2, 9)[:1, :7])),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "operation", "given"), operations())
+def test_an_operation_gives_what_the_compiler_is_told(
+    name: str, operation: Any, given: tuple[Any, ...]
+) -> None:
+    opcheck(operation, given, test_utils=CHECKS)
+    made = operation(*given)
+    for t in made if isinstance(made, tuple) else [made]:
+        # Not `is_contiguous()`, for which the stride of a single row is of no importance.
+        assert t.stride() == torch.empty(t.shape).stride(), name
