@@ -9,12 +9,16 @@ The total is measured from outside: from before the process is started to the en
 on the device. The phases are those that `headway train` tells. After it, `--steps` more steps
 give the time of a step. Each row of the table is a process; those in `--compare` are run last, each
 with an empty cache of its own: the whole model compiled at once, and weights drawn on the host.
+`--saves` adds a run that will save once, at its end: the memory for that is brought in by a thread
+after the first step, and the column "slowest" tells whether a later step had to wait for it.
 
-`--probe` times what no trainer can do without, each in a process of its own: Python, torch, its
-compiler, the driver, the first product on the device.
+`--tree` runs once more with a warm cache and shows in which calls the time to the first step went
+(start_samples.py); `--imports` does it for modules. `--probe` times what no trainer can do without,
+each in a process of its own: Python, torch, its compiler, the driver, the first product on the
+device, memory for saves, and whether a thread could make the context during the imports.
 
-    python benchmarks/cold_start.py [--tiny] [--steps 30] [--rounds 1] [--compare] [--imports]
-        [--probe] [--set args.key=value ...] [--write]
+    python benchmarks/cold_start.py [--tiny] [--steps 30] [--rounds 1] [--compare] [--saves]
+        [--tree] [--imports] [--probe] [--set args.key=value ...] [--write]
 """
 
 from __future__ import annotations
@@ -30,7 +34,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
+
+from start_samples import call_tree
 
 JOB = {
     "model": {
@@ -84,16 +91,22 @@ class Marks(TrainerCallback):
 
     def __init__(self, path: str, warm_up: int) -> None:
         self.path, self.warm_up, self.first_s, self.since_s = path, warm_up, 0.0, 0.0
+        self.first_cpu_s = self.last_s = self.slowest_s = 0.0
 
     def on_step_end(self, state) -> None:
+        now_s = time.perf_counter()
+        if state.global_step > 2:  # nothing waits for the device here
+            self.slowest_s = max(self.slowest_s, now_s - self.last_s)
+        self.last_s = now_s
         if state.global_step == 1:
-            self.first_s = self._now()
+            self.first_s, self.first_cpu_s = self._now(), time.process_time()
         elif state.global_step == self.warm_up:
             self.since_s = self._now()
 
     def on_train_end(self, state) -> None:
         steps = max(1, state.global_step - self.warm_up)
         found = {"first_s": self.first_s, "step_ms": (self._now() - self.since_s) / steps * 1e3}
+        found.update(first_cpu_s=self.first_cpu_s, slowest_ms=self.slowest_s * 1e3)
         if torch.cuda.is_available():
             found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             found["device"] = torch.cuda.get_device_name()
@@ -137,6 +150,28 @@ DEVICE_PROBES = {
     ),
     "triton": ("import torch", "import triton"),
 }
+_IMPORTS = "import torch, torch._dynamo, torch._inductor.compile_fx; "
+_FIRST_TENSOR = "torch.zeros(1, device='cuda').item()"
+_CONTEXT_THREAD = f"""
+import threading
+def make():
+    global cuda, context
+    {_DRIVER.strip().replace(chr(10), chr(10) + "    ")}
+    {_CONTEXT}
+threading.Thread(target=make).start()
+"""
+_GIB = 4
+_MEMORY = f"import ctypes, torch; size = {_GIB} << 30; torch.cuda.init(); "
+_MEMORY += "x = torch.empty(size, dtype=torch.uint8)"
+_TOUCH = "ctypes.memset(x.data_ptr(), 0, size)"
+_LOCK = "assert not int(torch.cuda.cudart().cudaHostRegister(x.data_ptr(), size, 0))"
+DEVICE_PROBES |= {
+    "torch, its compiler, the first tensor": ("", _IMPORTS + _FIRST_TENSOR),
+    "the same, a thread making the context": ("", _CONTEXT_THREAD + _IMPORTS + _FIRST_TENSOR),
+    f"{_GIB} GiB of memory touched by one core": (_MEMORY, _TOUCH),
+    f"{_GIB} GiB page-locked, after that": (f"{_MEMORY}; {_TOUCH}", _LOCK),
+    f"{_GIB} GiB page-locked, untouched": (_MEMORY, _LOCK),
+}
 # Caches of the compilers, which the user of this script may have set.
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "XDG_CACHE_HOME")
 
@@ -179,14 +214,20 @@ def write_job(folder: Path, job: dict, steps: int) -> Path:
     return path
 
 
-def measure(folder: Path, cache: Path, overrides: list[str]) -> dict:
-    """One process: seconds to the first step and of each phase, milliseconds of a step."""
+def measure(folder: Path, cache: Path, overrides: list[str], samples: Path | None = None) -> dict:
+    """One process: seconds to the first step and of each phase, milliseconds of a step.
+
+    With `samples` it is also noted there in which calls the main thread was.
+    """
     shutil.rmtree(folder / "out", ignore_errors=True)
     (folder / "marks.json").unlink(missing_ok=True)
     environment = {k: v for k, v in os.environ.items() if k not in CACHES}
     # Kernels that Headway brings itself are kept by triton.
     environment |= {"XDG_CACHE_HOME": str(cache), "TRITON_HOME": str(cache)}
-    command = [sys.executable, "-m", "headway", "train", "run.yaml", "--json"]
+    program = ["-m", "headway"]
+    if samples is not None:
+        program = [str(Path(__file__).with_name("start_samples.py")), str(samples)]
+    command = [sys.executable, *program, "train", "run.yaml", "--json"]
     began_s = time.time()
     done = subprocess.run(
         [*command, *(f"--{override}" for override in overrides)],
@@ -212,14 +253,16 @@ def show_imports(folder: Path, overrides: list[str]) -> str:
     command = [sys.executable, "-X", "importtime", "-m", "headway", "train", "run.yaml"]
     options = ["--args.max_steps=1", "--args.output_dir=imports", *(f"--{o}" for o in overrides)]
     done = subprocess.run([*command, *options], cwd=folder, capture_output=True, text=True)
-    lines = []
+    lines, packages = [], Counter[str]()
     for line in done.stderr.splitlines():
         parts = line.removeprefix("import time:").split("|")
         if len(parts) == 3 and parts[1].strip().isdigit():
+            packages[parts[2].strip().partition(".")[0]] += int(parts[0])
             depth = (len(parts[2]) - len(parts[2].lstrip()) - 1) // 2
             if int(parts[1]) > 100_000 and depth < 6:
                 lines.append(f"{int(parts[1]) / 1e3:8.0f} ms {'  ' * depth}{parts[2].strip()}")
-    return "\n".join(reversed(lines))
+    own = (f"{name} {used / 1e3:.0f}" for name, used in packages.most_common(12))
+    return "\n".join([*reversed(lines), f"ms by package: {', '.join(own)}"])
 
 
 def show_probes(on_device: bool) -> str:
@@ -241,14 +284,23 @@ def tabulate(rows: list[tuple[str, dict]]) -> str:
     names: list[str] = []
     for _, row in rows:
         names += [name for name in row["phases_s"] if name not in names]
-    head = ["", "first step", "beside", *names, "step ms", "graphs", "loss"]
+    head = ["", "first step", "CPU s", "beside", *names, "step ms", "slowest", "graphs", "loss"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for label, row in rows:
-        cells = [label, f"**{row['total_s']:.1f} s**", f"{row['total_s'] - row['told_s']:+.1f}"]
+        cells = [label, f"**{row['total_s']:.1f} s**", f"{row['first_cpu_s']:.1f}"]
+        cells.append(f"{row['total_s'] - row['told_s']:+.1f}")
         cells += [f"{row['phases_s'].get(name, 0.0):.1f}" for name in names]
-        cells += [f"{row['step_ms']:.1f}", str(row["graphs"]), f"{row['loss']:.4f}"]
+        cells += [f"{row['step_ms']:.1f}", f"{row['slowest_ms']:.0f}", str(row["graphs"])]
+        cells.append(f"{row['loss']:.4f}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def show_tree(folder: Path, overrides: list[str]) -> str:
+    """In which calls the time to the first step went, with a warm cache."""
+    samples = folder / "samples.json"
+    row = measure(folder, folder / "cache-1", overrides, samples)
+    return call_tree(samples, row["first_s"])
 
 
 def tell_caches(rows: list[tuple[str, dict]]) -> str:
@@ -273,6 +325,8 @@ def collect(options: argparse.Namespace, folder: Path) -> list[tuple[str, dict]]
         suffix = f" ({number})" if options.rounds > 1 else ""
         add(f"empty cache{suffix}", cache, [])
         add(f"warm cache{suffix}", cache, [])
+    if options.saves:
+        add("saves at the end, warm", folder / "cache-1", ["args.save_strategy=steps"])
     if options.compare:
         model, host = ["args.torch_compile_scope=model"], ["args.construct_model_on=default"]
         add("whole model, empty", folder / "cache-model", model)
@@ -288,6 +342,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--compare", action="store_true", help="other ways to do it as well")
+    parser.add_argument("--saves", action="store_true", help="a run that saves as well")
+    parser.add_argument("--tree", action="store_true", help="show the calls that take long")
     parser.add_argument("--imports", action="store_true", help="show the expensive imports")
     parser.add_argument("--probe", action="store_true", help="time what nobody can do without")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the run file")
@@ -302,6 +358,7 @@ def main() -> None:
         code = "import headway.trainers.from_config, torch._inductor.compile_fx"
         subprocess.run([sys.executable, "-c", code], check=True)
         rows = collect(options, folder)
+        tree = show_tree(folder, options.set) if options.tree else ""
         imports = show_imports(folder, options.set) if options.imports else ""
     probes = show_probes("device" in rows[0][1]) if options.probe else ""
     import torch
@@ -315,10 +372,10 @@ def main() -> None:
             + (f", peak {peak:.1f} GiB" if peak else ""),
             tabulate(rows),
             tell_caches(rows),
-            *([f"```text\n{probes}\n```"] if probes else []),
+            *([f"```text\n{shown}\n```" for shown in (probes, tree, imports) if shown]),
         ]
     )
-    print(text + (f"\n\n{imports}" if imports else ""))
+    print(text)
     for kind in ("empty", "warm"):
         found = [row["total_s"] for label, row in rows if label.startswith(f"{kind} cache")]
         print(f"median with {kind} cache: {statistics.median(found):.1f} s")
