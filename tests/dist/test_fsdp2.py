@@ -141,7 +141,8 @@ def test_losses_and_norms_are_those_of_one_process(num_ranks: int, cases: dict[s
         expected = torch.tensor(_single(case))
         got = torch.tensor(told[0][name])
         difference = ((got - expected).abs() / expected).max().item()
-        assert difference < 1e-6, f"{name}: {got} in place of {expected}"
+        # Sums in another order: which bits are lost depends on the machine too.
+        assert difference < 5e-6, f"{name}: {got} in place of {expected}"
         for one in told[1:]:
             assert one[name] == told[0][name], f"{name}: not the same bits on all ranks"
 

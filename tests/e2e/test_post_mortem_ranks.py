@@ -64,7 +64,7 @@ SECRET = "a-very-secret-key"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "run.yaml").write_text(RUN)
-    (tmp_path / "deeds.py").write_text(DEEDS)
+    (tmp_path / "late_deeds.py").write_text(DEEDS)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -82,7 +82,7 @@ def post_mortem(folder: Path) -> tuple[dict, str]:
 
 
 def test_a_rank_that_raises_and_how_the_run_is_mended(folder: Path, capsys) -> None:
-    code, err = train("--nproc", "2", "--callbacks=[deeds.Break]", "--no-resume")
+    code, err = train("--nproc", "2", "--callbacks=[late_deeds.Break]", "--no-resume")
     assert code == 1, err
     report, text = post_mortem(folder)
     assert (report["culprit_rank"], report["world_size"], report["step"]) == (1, 2, 5)
@@ -127,7 +127,7 @@ def test_a_rank_that_raises_and_how_the_run_is_mended(folder: Path, capsys) -> N
     ("deed", "culprit"), [("Kill", 1), pytest.param("KillFirst", 0, marks=pytest.mark.slow)]
 )
 def test_a_rank_that_is_killed(folder: Path, deed: str, culprit: int) -> None:
-    code, err = train("--nproc", "2", f"--callbacks=[deeds.{deed}]")
+    code, err = train("--nproc", "2", f"--callbacks=[late_deeds.{deed}]")
     assert code == 1, err
     report, text = post_mortem(folder)
     assert (report["culprit_rank"], report["signal"]) == (culprit, "SIGKILL"), report
@@ -142,7 +142,7 @@ def test_a_rank_that_is_killed(folder: Path, deed: str, culprit: int) -> None:
 
 @pytest.mark.slow
 def test_a_lone_rank_that_is_killed_is_reported_by_the_launcher(folder: Path) -> None:
-    code, err = train("--nproc", "1", "--callbacks=[deeds.KillFirst]")
+    code, err = train("--nproc", "1", "--callbacks=[late_deeds.KillFirst]")
     assert code == 1, err
     report, _ = post_mortem(folder)
     assert (report["culprit_rank"], report["signal"]) == (0, "SIGKILL")
@@ -151,7 +151,7 @@ def test_a_lone_rank_that_is_killed_is_reported_by_the_launcher(folder: Path) ->
     assert report["step"] in (3, 4, 5) and report["last_steps"][-1]["loss"] > 0
     assert (
         report["resume_command"]
-        == "headway train run.yaml --nproc 1 '--callbacks=[deeds.KillFirst]'"
+        == "headway train run.yaml --nproc 1 '--callbacks=[late_deeds.KillFirst]'"
     )
 
 

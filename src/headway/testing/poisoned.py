@@ -52,11 +52,15 @@ def sample_at(step: int, seed: int = 0) -> int:
 
 
 class Poison(TrainerCallback):
-    """The gradient of a window with this sample is noise, `value` times too large, on all ranks."""
+    """The gradient of a window with this sample is noise of this size, on all ranks.
+
+    Of a size that ruins the weights, and with which no product comes near what floats can hold:
+    past that, it would depend on the machine what is finite.
+    """
 
     priority = 100
 
-    def __init__(self, sample: int | None, *, value: float = 1e4) -> None:
+    def __init__(self, sample: int | None, *, value: float = 3.0) -> None:
         self.sample, self.value = sample, value
         self.steps: list[int] = []
         """Steps that were taken."""

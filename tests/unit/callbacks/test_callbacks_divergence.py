@@ -236,8 +236,8 @@ def test_records_of_many_steps_find_the_offending_ones_all_the_same(tmp_path: Pa
     detector = DivergenceDetector(action="rollback", warmup=1, patience=1, smoothing=0.9)
     trainer = poisoned_trainer(tmp_path, [poison, detector], logging_steps=10, max_steps=45)
     trainer.train()
-    assert poison.hits == [BAD] and detector.recovery.skip_steps == [(BAD, 41)]
-    assert trainer.state.num_input_tokens_skipped == 16 * 4 * 16
+    assert poison.hits == [BAD] and detector.recovery.skip_steps == [(BAD, 31)]
+    assert trainer.state.num_input_tokens_skipped == 6 * 4 * 16
 
 
 def test_a_resume_in_the_middle_still_leaves_the_offending_steps_out(
