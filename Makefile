@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long test-faults test-fuzz test-diloco lint unit browser bench clean
+.PHONY: demo test test-long test-faults test-fuzz test-diloco lint unit browser triton bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/headway demo
@@ -25,6 +25,12 @@ unit: $(INSTALLED) browser
 browser:
 	@command -v chromium >/dev/null || ./.ci/install-chromium || \
 		echo 'no chromium: the tests of the dashboard in a browser cannot run'
+
+# For the tests of the GPU's kernels on a CPU (700 MB). Beside the packages, not among them: torch
+# would load it in every process. CUDA builds of torch bring it.
+triton: $(INSTALLED)
+	@$(BIN)/python -c 'import triton' 2>/dev/null || [ -d $(VENV)/triton/triton ] || \
+		$(PIP) --no-deps --target $(VENV)/triton triton
 
 # The tests that take longest, beside those of `make test`.
 test-long: $(INSTALLED) browser
