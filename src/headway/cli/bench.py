@@ -10,12 +10,15 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from headway.cli.bench_job import STRETCH, Job, Plan
@@ -94,10 +97,11 @@ def run(options: argparse.Namespace) -> int:
     if modes is None:
         modes = MODES if device == "cuda" and not options.quick else MODES[:1]
     rows = []
-    for plan in plans(systems, modes, options.rounds, job, device, steps, warmup):
-        if not options.quiet:
-            write_line(f"{plan.system}, {_mode(plan.compiled)} ...")
-        rows.append(measure_apart(plan, [sys.executable, "-m", "headway", "bench"]))
+    with _ending_by_sigterm():
+        for plan in plans(systems, modes, options.rounds, job, device, steps, warmup):
+            if not options.quiet:
+                write_line(f"{plan.system}, {_mode(plan.compiled)} ...")
+            rows.append(measure_apart(plan, [sys.executable, "-m", "headway", "bench"]))
     facts = {
         "job": dataclasses.asdict(job) | {"parameters": job.parameters},
         "device": device,
@@ -109,6 +113,20 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print(job, facts)
     return 1 if any("error" in row for row in facts["rows"]) else 0
+
+
+@contextmanager
+def _ending_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises, so that the process of a system ends with this one."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def choose_systems(given: Sequence[str] | None, *, quick: bool) -> tuple[list[str], dict[str, str]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 from headway.cli import bench
 from headway.cli.bench_job import Job, Plan, Stopwatch
 from headway.cli.main import main
+from headway.dist.processes import identify, look_at
 from headway.models.config import DecoderConfig
 
 JOB = Job(
@@ -187,9 +191,21 @@ def test_headway_computes_what_the_bare_loop_does(tmp_path: Path) -> None:
 
 
 def test_a_process_that_fails_is_a_row_with_its_last_words() -> None:
-    import sys
-
     code = "import sys; print('out of luck'); sys.exit(3)"
     found = bench.measure_apart(PLAN, [sys.executable, "-c", code])
     assert found["error"] == "exit code 3: out of luck"
     assert found["system"] == "decoder"
+
+
+def test_sigterm_ends_the_process_that_is_measured_too() -> None:
+    words = ["bench", "--quick", "--cpu", "--systems", "bare-decoder", "--steps", "1000000"]
+    command = [sys.executable, "-m", "headway", *words]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + 90
+        while not (found := children.read_text().split()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        measured = identify(int(found[0]))
+        process.terminate()
+        assert process.wait(60) == 143
+    assert look_at(measured) == "gone"
