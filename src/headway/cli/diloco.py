@@ -102,6 +102,16 @@ def _add_rules(parser: argparse.ArgumentParser, sync_every: int | None) -> None:
     group.add_argument(
         "--max-uploads", type=int, default=8, metavar="N", help="bodies received at one time"
     )
+    group.add_argument(
+        "--max-update-norm", type=float, metavar="X", help="refuse larger pseudo-gradients"
+    )
+    group.add_argument(
+        "--max-norm-ratio",
+        type=float,
+        default=20.0,
+        metavar="X",
+        help="refuse those that are so many times the median of the last ones (20)",
+    )
     group.add_argument("--outer-lr", type=float, default=0.7)
     group.add_argument("--momentum", type=float, default=0.9)
     group.add_argument("--no-nesterov", action="store_true")

@@ -137,11 +137,13 @@ class _Local:
         address_file.unlink(missing_ok=True)
         words = ["server", "--output-dir", str(place), "--address-file", str(address_file)]
         for name in ("workers", "mode", "sync_every", "num_fragments", "deadline_s", "heartbeat_s",
-                     "max_uploads", "outer_lr", "momentum", "accumulate"):  # fmt: skip
+                     "max_uploads", "max_norm_ratio", "outer_lr", "momentum",
+                     "accumulate"):  # fmt: skip
             words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         words += ["--dylu"] * options.dylu + ["--no-nesterov"] * options.no_nesterov
-        if options.min_workers is not None:
-            words += ["--min-workers", str(options.min_workers)]
+        for name in ("min_workers", "max_update_norm"):
+            if (given := getattr(options, name)) is not None:
+                words += [f"--{name.replace('_', '-')}", str(given)]
         self.server = self._start("server", words)
         deadline_s = time.monotonic() + _START_S
         while not address_file.exists():

@@ -41,6 +41,8 @@ def server_options(options: argparse.Namespace) -> dict[str, Any]:
         "deadline_s": options.deadline_s,
         "heartbeat_s": options.heartbeat_s,
         "max_uploads": options.max_uploads,
+        "max_update_norm": options.max_update_norm,
+        "max_norm_ratio": options.max_norm_ratio,
         "outer_lr": options.outer_lr,
         "outer_momentum": options.momentum,
         "nesterov": not options.no_nesterov,

@@ -35,6 +35,7 @@ from headway.diloco.state import (
     is_finite,
     make_state,
     measure,
+    norm_of,
 )
 from headway.diloco.wire import Message, compose
 from headway.errors import ConfigError
@@ -126,6 +127,7 @@ class Core:
         self.ledger.change_settings(self._settings(state.specification))
         self.state = state
         self.book = RoundBook(self.options.rules, now, known)
+        self._note_norms()
         logger.info("going on after round %d, state %s", state.commit, state.hash)
 
     def begin(self, specification: Specification, parameters: Mapping[str, Tensor]) -> None:
@@ -136,6 +138,14 @@ class Core:
             raise ConfigError("the first parameters hold values that are not finite")
         self.ledger.begin(state, self._settings(specification), self.book.known())
         self.specification, self.state = specification, state
+        self._note_norms()
+
+    def _note_norms(self) -> None:
+        """What the first updates are compared with."""
+        assert self.state is not None
+        self.book.parameter_norms = [
+            norm_of(self.state, k) for k in range(len(self.state.fragments))
+        ]
 
     def begin_from(self, specification: Specification, path: str) -> None:
         """The same with the parameters of a body in a file."""
@@ -314,19 +324,26 @@ class Core:
         ]
 
     def retry_round(self, job: Job, retry_at: float) -> list[str]:
-        """It failed and is tried again; returns the workers whose bodies are not there any more:
-        they are asked for them, as nothing else would ever bring them back."""
-        lost = [s for s in job.submissions if not os.path.exists(s.path)]
+        """It failed and is tried again; returns the workers whose bodies are not there any more,
+        or not whole: they are asked for them, as nothing else would ever bring them back."""
+        lost = [s for s in job.submissions if _size_of(s.path) != s.num_bytes]
         self.book.reopen(job.fragment, retry_at, lost)
         return [submission.worker for submission in lost]
 
     def give_up_round(self, job: Job) -> None:
-        """Its result was no numbers: forget what was sent for it, the round stays open."""
-        self.book.reopen(job.fragment, 0.0, job.submissions)
-        for submission in job.submissions:
-            if (worker := self.book.workers.get(submission.worker)) is not None:
-                self.book.count_attempt(worker, submission.round_id)
-        _delete(s.path for s in job.submissions)
+        """Its result was no numbers: forget the largest that was sent; the round stays open."""
+        culprit = max(job.submissions, key=lambda submission: submission.norm)
+        self.book.reopen(job.fragment, 0.0, [culprit])
+        if (worker := self.book.workers.get(culprit.worker)) is not None:
+            self.book.count_attempt(worker, culprit.round_id)
+        _delete([culprit.path])
+
+
+def _size_of(path: str) -> int | None:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return None
 
 
 def _delete(paths: Iterable[str]) -> None:

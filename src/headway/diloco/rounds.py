@@ -23,6 +23,10 @@ WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MODES = ("sync", "async")
 _MOST_REMEMBERED = 64
 _LEAST_ROUNDS_FOR_NORMS = 5
+_FIRST_NORM_RATIO = 1000.0
+"""Times the parameters' own norm, until then: far from what training does, and from overflow."""
+_MOST_TIMES_FASTER = 16.0
+"""Than the median worker; who claims more does not set the others' pace."""
 
 
 class Refusal(Exception):
@@ -52,7 +56,7 @@ class Rules:
     """Asynchronous mode: updates since the parameters that a submission was made from."""
     max_update_norm: float | None = None
     max_norm_ratio: float | None = 20.0
-    """Times the median of accepted norms; counts once five rounds have been seen."""
+    """Times the median of accepted norms, once five rounds have been seen."""
     max_attempts: int = 16
     """Refused bodies of one worker in a round, after which no more are read."""
     max_workers: int = 1024
@@ -163,6 +167,8 @@ class RoundBook:
             dict(a) for a in said.get("applied") or [{} for _ in self.rounds]
         ]
         """The last submission of each worker that counts: round number and digest; by fragment."""
+        self.parameter_norms: list[float | None] = [None for _ in self.rounds]
+        """Of each fragment's parameters when the server began; for the first updates."""
         self.norms = [
             deque(n, maxlen=_MOST_REMEMBERED) for n in said.get("norms") or [[] for _ in ids]
         ]
@@ -239,8 +245,19 @@ class RoundBook:
         speeds = [w.steps_per_s for w in self.workers.values() if w.steps_per_s]
         if not self.rules.dylu or not worker.steps_per_s:
             return base
+        believed = _MOST_TIMES_FASTER * statistics.median(speeds)
+        fastest = max(speed for speed in speeds if speed <= believed)
         # To nearest, halves up: Python's own `round` would go to the even one.
-        return max(1, math.floor(base * worker.steps_per_s / max(speeds) + 0.5))
+        return max(1, min(base, math.floor(base * worker.steps_per_s / fastest + 0.5)))
+
+    def count_steps(self, claimed: int) -> int:
+        """Local steps of a submission. With DyLU it is weighed by them: one that claims more than
+        an interval, as after an outage, does not outweigh all the others."""
+        if not self.rules.dylu:
+            return claimed
+        bases = [w.sync_every for w in self.workers.values() if w.sync_every]
+        base = self.rules.sync_every or (statistics.median_low(bases) if bases else claimed)
+        return min(claimed, base)
 
     # -- submissions ----------------------------------------------------------------------------
 
@@ -278,15 +295,14 @@ class RoundBook:
                 raise self._over(fragment)
             if place.number - number > self.rules.max_staleness:
                 raise self._over(fragment)
-        if worker.attempts.get(key, 0) >= self.rules.max_attempts:
+        if worker.attempts.get(round_id, 0) >= self.rules.max_attempts:
             raise Refusal(429, "quota", "too many refused bodies for this round")
         return None
 
     def count_attempt(self, worker: Worker, round_id: str) -> None:
         """A body was refused. Only this and the last rounds' are remembered."""
         worker.num_refused += 1
-        key = self._key(worker.id, round_id)
-        worker.attempts[key] = worker.attempts.pop(key, 0) + 1
+        worker.attempts[round_id] = worker.attempts.pop(round_id, 0) + 1
         while len(worker.attempts) > _MOST_REMEMBERED:
             del worker.attempts[next(iter(worker.attempts))]
 
@@ -314,6 +330,8 @@ class RoundBook:
         if rules.max_norm_ratio is not None and seen and norms:
             middle = statistics.median(norms)
             limits += [rules.max_norm_ratio * middle] if middle > 0 else []
+        elif rules.max_norm_ratio is not None and (own := self.parameter_norms[fragment]):
+            limits += [_FIRST_NORM_RATIO * own]
         return min(limits, default=None)
 
     def accept(self, worker: Worker, submission: Submission, now: float) -> None:
@@ -376,6 +394,11 @@ class RoundBook:
             said["applied"][fragment][submission.worker] = [submission.number, submission.digest]
             said["norms"][fragment].append(submission.norm)
         said["norms"][fragment] = said["norms"][fragment][-_MOST_REMEMBERED:]
+        # Of rounds that are not remembered nobody can ask.
+        oldest = min(said["passed"][fragment].values())
+        said["applied"][fragment] = {
+            worker: last for worker, last in said["applied"][fragment].items() if last[0] >= oldest
+        }
         said["round_ids"][fragment] = next_id
         said["round_numbers"][fragment] = place.number + 1
         return said

@@ -182,10 +182,19 @@ def apply_round(
 
 
 def is_finite(state: State, fragment: int) -> bool:
-    """Whether the parameters of a fragment are numbers throughout."""
+    """Whether a fragment's parameters, and what later rounds add to them, are numbers."""
     return all(
-        bool(torch.isfinite(state.parameters[name]).all()) for name in state.fragments[fragment]
+        bool(torch.isfinite(group[name]).all())
+        for group in (state.parameters, state.velocity, state.buffer)
+        for name in state.fragments[fragment]
+        if name in group
     )
+
+
+def norm_of(state: State, fragment: int) -> float:
+    """Of a fragment's parameters."""
+    names = state.fragments[fragment]
+    return math.sqrt(sum(float(state.parameters[n].double().square().sum()) for n in names))
 
 
 def drift_of(old: State, new: State, fragment: int) -> float:

@@ -93,6 +93,7 @@ def test_there_is_a_limit_on_workers() -> None:
         ((10.0, 0.01, None), (100, 1, 100)),
         ((8.0, 8.0, 1.0), (100, 100, 13)),  # 12.5: halves go up
         ((None, None, None), (100, 100, 100)),
+        ((4.0, 1e9, 2.0), (100, 100, 50)),  # whoever claims that does not stop the others
     ],
 )
 def test_step_counts_are_matched_to_speeds(speeds: tuple, wanted: tuple) -> None:
@@ -103,6 +104,14 @@ def test_step_counts_are_matched_to_speeds(speeds: tuple, wanted: tuple) -> None
     off = make_book(1, sync_every=40)
     off.heartbeat(off.workers["a"], 1, 0.1)
     assert off.recommend(off.workers["a"]) == 40
+
+
+def test_with_dylu_nobody_weighs_more_than_an_interval() -> None:
+    book = make_book(3, dylu=True)
+    book.workers["b"].sync_every = 2**40
+    assert [book.count_steps(claimed) for claimed in (7, 100, 101, 2**40)] == [7, 100, 100, 100]
+    assert make_book(3, dylu=True, sync_every=40).count_steps(2**40) == 40
+    assert make_book(3).count_steps(2**40) == 2**40, "it counts for nothing there"
 
 
 # -- synchronous rounds -------------------------------------------------------------------------
@@ -250,16 +259,41 @@ def test_a_commit_that_fails_is_tried_again_later() -> None:
 
 
 def test_too_many_refused_bodies_are_not_read_any_more() -> None:
-    book = make_book(1, max_attempts=2)
+    book = make_book(2, max_attempts=2)
     worker, place = book.workers["a"], book.rounds[0]
     for _ in range(2):
         assert book.check(worker, place.id, 0, "d") is None
         book.count_attempt(worker, place.id)
     refuse("quota", 429, lambda: book.check(worker, place.id, 0, "d"))
     assert worker.num_refused == 2
+    submit(book, "b")
+    commit(book)
+    assert book.check(worker, book.rounds[0].id, 0, "d") is None, "the next round is another one"
     for number in range(1000):
         book.count_attempt(worker, f"r-{number}")
     assert len(worker.attempts) <= 64
+
+
+def test_the_first_updates_are_compared_with_the_parameters() -> None:
+    book = make_book(1, expected=1, minimum=1)
+    book.check_norm(0, 1e30)  # nothing is known
+    book.parameter_norms = [2.0]
+    book.check_norm(0, 2000.0)
+    refuse("norm", 422, lambda: book.check_norm(0, 2001.0))
+    free = make_book(1, max_norm_ratio=None)
+    free.parameter_norms = [2.0]
+    free.check_norm(0, 1e30)
+
+
+def test_workers_that_are_long_gone_are_forgotten() -> None:
+    book = make_book(1, expected=1, minimum=1)
+    for number in range(300):
+        book.register(f"w{number}", 0.0, sync_every=1)
+        submit(book, f"w{number}")
+        commit(book)
+        book.deregister(book.workers[f"w{number}"])
+    assert len(book.applied[0]) == len(book.passed[0]) < 70
+    assert "w299" in book.applied[0]
 
 
 def test_updates_out_of_proportion_are_refused() -> None:
