@@ -112,6 +112,9 @@ def _add_rules(parser: argparse.ArgumentParser, sync_every: int | None) -> None:
         metavar="X",
         help="refuse those that are so many times the median of the last ones (20)",
     )
+    group.add_argument(
+        "--keep-submissions", action="store_true", help="keep every body, for a replay"
+    )
     group.add_argument("--outer-lr", type=float, default=0.7)
     group.add_argument("--momentum", type=float, default=0.9)
     group.add_argument("--no-nesterov", action="store_true")

@@ -140,7 +140,8 @@ class _Local:
                      "max_uploads", "max_norm_ratio", "outer_lr", "momentum",
                      "accumulate"):  # fmt: skip
             words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-        words += ["--dylu"] * options.dylu + ["--no-nesterov"] * options.no_nesterov
+        for name in ("dylu", "no_nesterov", "keep_submissions"):
+            words += [f"--{name.replace('_', '-')}"] * getattr(options, name)
         for name in ("min_workers", "max_update_norm"):
             if (given := getattr(options, name)) is not None:
                 words += [f"--{name.replace('_', '-')}", str(given)]

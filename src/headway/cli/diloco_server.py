@@ -43,6 +43,7 @@ def server_options(options: argparse.Namespace) -> dict[str, Any]:
         "max_uploads": options.max_uploads,
         "max_update_norm": options.max_update_norm,
         "max_norm_ratio": options.max_norm_ratio,
+        "keep_submissions": options.keep_submissions,
         "outer_lr": options.outer_lr,
         "outer_momentum": options.momentum,
         "nesterov": not options.no_nesterov,
