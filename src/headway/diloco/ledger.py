@@ -41,6 +41,7 @@ LEDGER_NAME = "ledger.jsonl"
 STATE_NAME = "diloco.json"
 FORMAT_VERSION = 1
 _GROUPS = ("velocity", "buffer")
+_NO_SETTINGS = ("kind", "commit", "state_hash", "chain")
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class Ledger:
         self.submissions = self.folder / "submissions"
         self._keep_states, self._keep_submissions = keep_states, keep_submissions
         self._chain = ""
+        self._in_force: Mapping[str, Any] = {}
+        """The settings that the last line about them says: those of the next round in a replay."""
         self._owed: Mapping[str, Any] | None = None
         """A line that could not be written; its round is committed, and none follows before it."""
         self._current: CommittedCheckpoint | None = None
@@ -151,8 +154,10 @@ class Ledger:
                     f"output_dir={str(self.folder)!r} holds a run with {key}="
                     f"{self.settings[key]!r}; {settings[key]!r} needs a folder of its own"
                 )
-        if dict(settings) != self.settings:
-            self.settings = dict(settings)
+        self.settings = dict(settings)
+        # The state may be of rounds before the last such line: none came after it, or those that
+        # did were gone back from.
+        if self.settings != self._in_force:
             self._append({"kind": "settings", **self.settings})
 
     # -- the commit -----------------------------------------------------------------------------
@@ -293,6 +298,7 @@ class Ledger:
         if is_new:
             self.storage.sync_dir(self.folder)
         self._chain = line["chain"]
+        self._in_force = _settings_in([record]) or self._in_force
 
     def _read_lines(self) -> list[dict[str, Any]]:
         path = self.folder / LEDGER_NAME
@@ -304,6 +310,7 @@ class Ledger:
             self.storage.sync_file(path)
         records = check_chain(whole.splitlines(), path)
         self._chain = records[-1]["chain"] if records else ""
+        self._in_force = _settings_in(records)
         return records
 
 
@@ -337,6 +344,14 @@ def effective(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         elif record["kind"] in ("begin", "round"):
             kept.append(record)
     return kept
+
+
+def _settings_in(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The last settings that these records say, whatever was gone back from since."""
+    for record in reversed(records):
+        if record["kind"] in ("begin", "settings"):
+            return {key: value for key, value in record.items() if key not in _NO_SETTINGS}
+    return {}
 
 
 def _read_state(path: Path, said: Mapping[str, Any]) -> State:
@@ -390,10 +405,9 @@ def replay(folder: str | Path) -> State:
     first = root / "export-0"
     state = _read_state(first, read_json_object(first / STATE_NAME))
     kept = {id(record) for record in effective(records)}
-    settings: Mapping[str, Any] = records[0]
+    settings: Mapping[str, Any] = {}
     for record in records:
-        if record["kind"] == "settings":
-            settings = record
+        settings = _settings_in([record]) or settings
         if record["kind"] != "round" or id(record) not in kept:
             continue
         bodies = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -25,7 +26,7 @@ from headway.diloco import page, report
 from headway.diloco.compression import DTYPE_OF
 from headway.diloco.core import Core, Model
 from headway.diloco.credentials import Tokens, WorkerGuard, choose_tokens, keep_token, make_tls
-from headway.diloco.delivery import send_body
+from headway.diloco.delivery import Deliveries
 from headway.diloco.intake import Places, Spool, drain, read_body
 from headway.diloco.refusals import HANDLED, explain
 from headway.diloco.registration import MOST_LAYOUT_BYTES, read_layout_json
@@ -40,7 +41,7 @@ from headway.diloco.request_fields import (
 )
 from headway.diloco.rounds import Refusal, Submission, Worker, receipt_of
 from headway.diloco.server_options import make_options
-from headway.diloco.wire import CONTENT_TYPE, Header, Reader, WireError
+from headway.diloco.wire import CONTENT_TYPE, Header, Message, Reader, WireError
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class DiLoCoServer(GuardedServer):
         self._heavy: ThreadPoolExecutor | None = None
         self._stopping = False
         self._places = Places(self.options.max_uploads)
+        self._deliveries = Deliveries()
         self._changed: asyncio.Event | None = None
         self._wake: asyncio.Event | None = None
         self._rounds: asyncio.Task[None] | None = None
@@ -360,31 +362,34 @@ class DiLoCoServer(GuardedServer):
     async def _send_parameters(self, request: web.Request) -> web.StreamResponse:
         query = Query.of(request.query, ("fragment", "dtype", "worker", "session"))
         worker = self._find(request, query)
+
+        def note() -> None:
+            worker.seen_at = time.monotonic()  # a long download is a sign of life
+
+        answer, num_bytes = await self._deliveries.send(
+            request, worker.id, self.core.book.workers, self._make_message(query), note
+        )
+        worker.num_sent_bytes += num_bytes
+        self.core.totals.num_sent_bytes += num_bytes
+        return answer
+
+    async def _make_message(self, query: Query) -> Message:
+        """The parameters that are asked for; while they are sent, nothing holds all the state."""
         state, fragment = self.core.require_state(), query.fragment()
         self.core.names_of(state, fragment)
         round_id = None if fragment is None else self.core.book.rounds[fragment].id
         comm = query.words.get("dtype", "float32")
         if comm not in ("float32", "bf16"):
             raise Refusal(400, "bad_request", "dtype must be float32 or bf16")
-        message = await self._in(
-            self._intake, self.core.make_message, state, fragment, round_id, comm
-        )
-
-        def note() -> None:
-            worker.seen_at = time.monotonic()  # a long download is a sign of life
-
-        answer, whole = await send_body(request, message, note)
-        if not whole:
-            return answer
-        worker.num_sent_bytes += message.num_bytes
-        self.core.totals.num_sent_bytes += message.num_bytes
-        return answer
+        make = self.core.make_message
+        message: Message = await self._in(self._intake, make, state, fragment, round_id, comm)
+        return message
 
     async def _take_parameters(self, request: web.Request) -> web.StreamResponse:
         query = Query.of(request.query, ("worker", "session", "digest"))
         worker = self._find(request, query)
         _check_type(request)
-        core = self.core
+        core, digest = self.core, query.words.get("digest")
         with self._places.take("", -1):
             if core.state is not None:
                 raise Refusal(409, "not_first", "there are parameters already; fetch them")
@@ -392,7 +397,8 @@ class DiLoCoServer(GuardedServer):
             # Into a file: what a worker says of its model takes no memory before it has come.
             with Spool(core.ledger.incoming) as spool:
                 shapes = core.specification.shapes
-                reader = Reader(shapes, dtypes=("float32",), sink=spool.write)
+                check = functools.partial(_check_digest, digest)
+                reader = Reader(shapes, dtypes=("float32",), on_header=check, sink=spool.write)
                 await self._read(request, worker, reader.feed)
                 reader.finish()
                 if core.state is not None:
@@ -439,8 +445,7 @@ class DiLoCoServer(GuardedServer):
         assert number is not None
 
         def check_header(header: Header) -> None:
-            if header.digest != digest:
-                raise WireError(400, "the body is not the one that the request announces")
+            _check_digest(digest, header)
             check_payload(header, worker.comm, core.options.mode, round_id)
 
         shapes = state.specification.select(state.fragments[fragment])
@@ -483,3 +488,8 @@ class DiLoCoServer(GuardedServer):
 def _check_type(request: web.Request) -> None:
     if request.content_type != CONTENT_TYPE:
         raise Refusal(415, "bad_request", f"tensors are sent as {CONTENT_TYPE}")
+
+
+def _check_digest(announced: str | None, header: Header) -> None:
+    if announced not in (None, header.digest):
+        raise WireError(400, "the body is not the one that the request announces")

@@ -303,6 +303,27 @@ def test_a_line_that_cannot_be_written_is_owed_and_paid_with_the_next_round(
     assert core.state is not None and replay(folder).hash == core.state.hash
 
 
+def test_no_round_follows_one_whose_line_is_owed_and_a_restart_adds_the_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(folder)
+
+    def full(descriptor: int, data: Any) -> int:
+        raise OSError(28, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("headway.diloco.ledger.os.write", full)
+        do_round(core, 1)
+        with pytest.raises(OSError, match="full"):
+            do_round(core, 2)
+    assert not (folder / "export-2").exists()
+    core.close()
+    again = make_core(folder)
+    assert again.state is not None and again.state.commit == 1
+    assert [r["commit"] for r in lines_of(folder)] == [0, 1]
+    again.close()
+
+
 def test_a_changed_ledger_is_noticed(folder: Path) -> None:
     core = make_core(folder)
     do_round(core, 1), do_round(core, 2)
@@ -365,6 +386,37 @@ def test_other_settings_after_a_restart_are_in_the_ledger(folder: Path) -> None:
     core.close()
     assert [r["kind"] for r in lines_of(folder)] == ["begin", "round", "settings", "round"]
     assert core.state is not None and replay(folder).hash == core.state.hash
+
+
+def test_settings_that_made_no_round_are_followed_by_those_that_do(folder: Path) -> None:
+    """The last state was made with the same settings, but the last line says others."""
+    for lr, rounds in ((0.7, 1), (0.5, 0), (0.5, 0), (0.7, 1)):
+        core = make_core(folder, outer_lr=lr)
+        for _ in range(rounds):
+            do_round(core, round(10 * lr))
+        core.close()
+    assert core.state is not None and replay(folder).hash == core.state.hash
+    told = [(r["kind"], r.get("lr")) for r in lines_of(folder)]
+    changes = [("settings", 0.5), ("settings", 0.7)]
+    assert told == [("begin", 0.7), ("round", None), *changes, ("round", None)]
+
+
+@pytest.mark.parametrize("lr", [0.7, 0.5])
+def test_a_replay_knows_the_settings_after_a_state_was_gone_back_from(
+    folder: Path, lr: float
+) -> None:
+    for number, first in enumerate((0.7, 0.5)):
+        core = make_core(folder, outer_lr=first)
+        do_round(core, number)
+        core.close()
+    (folder / "export-2" / "model-00001-of-00001.safetensors").write_bytes(b"damaged")
+    core = make_core(folder, outer_lr=lr)
+    assert core.state is not None and core.state.commit == 1
+    do_round(core, 3)
+    core.close()
+    assert replay(folder).hash == core.state.hash
+    told = [r["kind"] for r in lines_of(folder)[4:]]
+    assert told == ["rollback", *(["settings"] if lr == 0.7 else []), "round"]
 
 
 def test_a_round_that_would_leave_no_numbers_is_not_applied(folder: Path) -> None:

@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -382,6 +383,17 @@ def test_a_model_that_is_only_claimed_to_be_large_takes_no_memory(
     assert list(server.core.ledger.incoming.iterdir()) == []
 
 
+def test_first_parameters_are_those_that_the_request_announces(running: Any) -> None:
+    server = running(None)
+    a = Player(server, "a")
+    message = compose({}, encode(MODEL, "float32").payloads)
+    said = {"worker": "a", "session": a.session}
+    refused(400, "bad_request", lambda: a.client.upload(message, **said, digest="0" * 32))
+    assert server.state_hash is None
+    a.client.upload(message, **said, digest=message.digest)
+    assert server.state_hash is not None
+
+
 def test_parameters_that_are_no_numbers_are_not_taken(running: Any) -> None:
     server = running(None)
     worker = Player(server, "a")
@@ -619,6 +631,138 @@ def test_those_who_do_not_take_what_they_asked_for_are_let_go(
     _, payloads = worker.client.fetch(0, spec.shapes, worker="a", session=worker.session)
     assert torch.equal(decode(payloads["w"]), large["w"])
     assert "Traceback" not in caplog.text and not caplog.records
+
+
+LARGE = {"w": torch.arange(4_000_000.0)}
+LARGE_SPEC = Specification.of(LARGE)
+LARGE_MODEL = {"fingerprint": LARGE_SPEC.fingerprint, "layout": LARGE_SPEC.layout}
+
+
+def begin_download(player: Player) -> socket.socket:
+    """Ask for all parameters, and read the beginning of the answer only."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(20)
+    connection.connect(("127.0.0.1", player.server.port))
+    connection.sendall(
+        f"GET /diloco/v1/parameters?worker={player.name}&session={player.session}&fragment=0 "
+        f"HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {player.server.token}\r\n"
+        "Headway-Diloco: 1\r\n\r\n".encode()
+    )
+    assert connection.recv(15) == b"HTTP/1.1 200 OK"
+    return connection
+
+
+def is_cut_off(connection: socket.socket) -> bool:
+    """Whether the rest of a download ends before all of it has come."""
+    num_bytes = 0
+    try:
+        while chunk := connection.recv(1 << 20):
+            num_bytes += len(chunk)
+            if num_bytes > 4 * LARGE_SPEC.num_elements:
+                return False
+    except ConnectionError:
+        pass
+    return True
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_worker_that_asks_again_ends_its_earlier_download(
+    running: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = running(LARGE)
+    a, b = Player(server, "a", model=LARGE_MODEL), Player(server, "b", model=LARGE_MODEL)
+    of_b = begin_download(b)
+    with begin_download(a) as first, begin_download(a) as second, of_b:
+        _, payloads = a.client.fetch(0, LARGE_SPEC.shapes, worker="a", session=a.session)
+        assert torch.equal(decode(payloads["w"]), LARGE["w"])
+        assert is_cut_off(first) and is_cut_off(second)
+        wait_for(lambda: list(server._deliveries.under_way) == ["b"])
+        assert not is_cut_off(of_b)
+    assert not caplog.records
+
+
+def test_a_worker_that_asks_again_before_its_parameters_are_ready_gets_them(
+    running: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = running()
+    a = Player(server, "a")
+    begun, go_on, make = threading.Event(), threading.Event(), server.core.make_message
+    first = [True]
+
+    def slowly(*given: Any) -> Any:
+        if first.pop() if first else False:
+            begun.set()
+            assert go_on.wait(20)
+        return make(*given)
+
+    monkeypatch.setattr(server.core, "make_message", slowly)
+    told: list[BaseException] = []
+
+    def ask_early() -> None:
+        try:
+            DiLoCoClient(server.address, server.token).fetch(
+                0, SPEC.shapes, worker="a", session=a.session
+            )
+        except Unreachable as error:
+            told.append(error)
+
+    thread = threading.Thread(target=ask_early)
+    thread.start()
+    try:
+        assert begun.wait(20)
+        _, found = a.fetch()
+        assert all(torch.equal(found[n], MODEL[n]) for n in MODEL)
+        thread.join(20)  # the one that nobody reads any more does not wait for its parameters
+    finally:
+        go_on.set()
+        thread.join(20)
+    wait_for(lambda: not server._deliveries.under_way)
+    assert len(told) == 1 and not caplog.records
+
+
+def test_downloads_of_workers_that_have_left_end_with_the_next_one(running: Any) -> None:
+    """Else one that comes and goes under new names would hold any number of old states."""
+    server = running(LARGE)
+    a, b = Player(server, "a", model=LARGE_MODEL), Player(server, "b", model=LARGE_MODEL)
+    with begin_download(a) as left:
+        a.client.deregister({"worker_id": "a", "session": a.session})
+        b.client.fetch(0, LARGE_SPEC.shapes, worker="b", session=b.session)
+        assert is_cut_off(left)
+
+
+def test_a_whole_download_has_a_limit_in_proportion_to_its_size(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = running(LARGE)
+    a = Player(server, "a", model=LARGE_MODEL)
+    monkeypatch.setattr("headway.diloco.delivery.PATIENCE_S", 0.0)
+    monkeypatch.setattr("headway.diloco.delivery.LEAST_BYTES_PER_S", 8e6)  # two seconds
+    with begin_download(a) as connection:
+        wait_for(lambda: not server._deliveries.under_way)
+        assert is_cut_off(connection)
+    monkeypatch.setattr("headway.diloco.delivery.LEAST_BYTES_PER_S", 64 << 10)
+    with begin_download(a) as connection:
+        assert not is_cut_off(connection)
+
+
+def test_a_download_holds_no_more_of_an_old_state_than_it_sends(running: Any) -> None:
+    server = running(LARGE, num_workers=1)
+    a, b = Player(server, "a", model=LARGE_MODEL), Player(server, "b", model=LARGE_MODEL)
+    momentum = weakref.ref(server.core.state.velocity["w"])
+    with begin_download(b) as connection:
+        message = compose({}, encode(LARGE, "float32").payloads)
+        a.submit(message)
+        assert a.wait()["counted"]
+        wait_for(lambda: momentum() is None)
+        assert list(server._deliveries.under_way) == ["b"]
+        assert not is_cut_off(connection)
 
 
 def test_one_that_returns_while_its_update_is_applied_is_told_of_the_next_round(
