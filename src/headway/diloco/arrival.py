@@ -6,8 +6,9 @@ mistake together. Does not own: the session (session.py), what is kept of a chec
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,14 @@ from headway.diloco.backoff import Backoff
 from headway.diloco.compression import encode
 from headway.diloco.faults import DiLoCoError, Refused, Unreachable
 from headway.diloco.flight import Flight, Outcome
+from headway.diloco.options import WorkerOptions
 from headway.diloco.parameters import ParameterView
 from headway.diloco.session import Session
 from headway.diloco.wire import compose
 from headway.dist.agreement import CommonMistake
 from headway.dist.waiting import awaiting
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -121,7 +125,12 @@ class Arriving:
         deadline_s = time.monotonic() + self._timeout_s
         while True:
             try:
-                session.client.upload(message, worker=session.worker_id, session=session.session)
+                session.client.upload(
+                    message,
+                    limit_s=max(0.0, deadline_s - time.monotonic()),
+                    worker=session.worker_id,
+                    session=session.session,
+                )
                 return {}
             except (Refused, Unreachable) as error:
                 # Another worker may be about it: then this one is too late, or too early to know.
@@ -136,3 +145,30 @@ class Arriving:
             return bool(self._session.register()["server"].get("has_parameters"))
         except Unreachable:
             return False
+
+
+def compare_settings(worker_id: str, options: WorkerOptions, server: Mapping[str, Any]) -> None:
+    """Warn where only one of a worker and its server has a setting that both must have."""
+    theirs = bool(server.get("dylu", False))
+    if options.dylu and not theirs:
+        logger.warning(
+            "DiLoCo: %s has dylu=True and its server dylu=False: steps do not go by speed; give "
+            "the server --dylu too",
+            worker_id,
+        )
+    if theirs and not options.dylu:
+        logger.warning(
+            "DiLoCo: %s has dylu=False and its server dylu=True: it takes its sync_every=%d steps "
+            "whatever its speed is; give it dylu=True too",
+            worker_id,
+            options.sync_every,
+        )
+    asked = server.get("sync_every", options.sync_every)
+    if asked != options.sync_every and not options.dylu:
+        logger.warning(
+            "DiLoCo: %s has sync_every=%d and its server sync_every=%s: it keeps its own, as only "
+            "a worker with dylu=True follows the server",
+            worker_id,
+            options.sync_every,
+            asked,
+        )

@@ -10,14 +10,17 @@ Each request has a connection of its own: after a partition nothing is left of a
 from __future__ import annotations
 
 import http.client
+import io
 import json
+import math
 import re
 import socket
 import ssl
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlencode
 
 from headway.diloco.faults import (
@@ -36,6 +39,9 @@ from headway.diloco.faults import (
 from headway.diloco.wire import CONTENT_TYPE, Header, Message, Payload, Reader, WireError
 from headway.errors import ConfigError
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
 PROTOCOL = 1
 VERSION_HEADER = "Headway-Diloco"
 CONNECT_S = 10.0
@@ -44,7 +50,7 @@ SILENCE_S = 60.0
 """How long the other end may say nothing while it is due to."""
 _PREFIX = "/diloco/v1/"
 _MOST_ANSWER_BYTES = 16 << 20
-_READ_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20
 _ADDRESS = re.compile(r"(?:(https?)://)?(\[[0-9a-fA-F:.]+\]|[^:/\s\[\]]+):(\d{1,5})/?")
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
 
@@ -79,6 +85,9 @@ class DiLoCoClient:
     `token` is this worker's, or the one that all share. `tls_ca` is a file of certificates to trust
     in place of the system's, and asks for TLS; so does an https:// address. `bf16_fetch` asks for
     parameters rounded to bfloat16, which are half as many bytes.
+
+    No request takes longer than its `limit_s`, from the connection to the last byte of the answer,
+    nor than `timeout_s`; one without a large body ends sooner.
     """
 
     def __init__(
@@ -109,24 +118,32 @@ class DiLoCoClient:
 
     # -- the protocol -----------------------------------------------------------------------
 
-    def register(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+    def register(self, facts: Mapping[str, Any], *, limit_s: float = math.inf) -> dict[str, Any]:
         """Take part; what the server says about itself and the current rounds."""
-        return self._ask("POST", "register", body={"protocol": PROTOCOL, **facts})
+        body = {"protocol": PROTOCOL, **facts}
+        return self._ask("POST", "register", body=body, limit_s=limit_s)
 
-    def heartbeat(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+    def heartbeat(self, facts: Mapping[str, Any], *, limit_s: float = math.inf) -> dict[str, Any]:
         """Say that this worker is alive."""
-        return self._ask("POST", "heartbeat", body=facts)
+        return self._ask("POST", "heartbeat", body=facts, limit_s=limit_s)
 
     def deregister(self, facts: Mapping[str, Any], *, limit_s: float = 5.0) -> None:
         """Leave."""
-        self._ask("POST", "deregister", body=facts, silence_s=limit_s)
+        self._ask("POST", "deregister", body=facts, limit_s=limit_s)
 
     def status(self) -> dict[str, Any]:
         """What the server does now."""
         return self._ask("GET", "status")
 
     def ask_round(
-        self, round_id: str, fragment: int, worker: str, session: str, *, wait_s: float = 0.0
+        self,
+        round_id: str,
+        fragment: int,
+        worker: str,
+        session: str,
+        *,
+        wait_s: float = 0.0,
+        limit_s: float = math.inf,
     ) -> dict[str, Any]:
         """What became of a round; waits up to `wait_s` for its end."""
         query = {
@@ -136,31 +153,43 @@ class DiLoCoClient:
             "session": session,
             "wait": f"{wait_s:g}",
         }
-        return self._ask("GET", "round", query, silence_s=wait_s + self._connect_s)
+        silence_s = wait_s + self._connect_s
+        return self._ask("GET", "round", query, silence_s=silence_s, limit_s=limit_s)
 
-    def submit(self, message: Message, **query: Any) -> dict[str, Any]:
+    def submit(
+        self, message: Message, *, limit_s: float = math.inf, **query: Any
+    ) -> dict[str, Any]:
         """Hand a body in; the same one may be handed in again."""
-        return self._ask("POST", "submit", {**query, "digest": message.digest}, message=message)
+        query["digest"] = message.digest
+        return self._ask("POST", "submit", query, message=message, limit_s=limit_s)
 
-    def upload(self, message: Message, **query: Any) -> dict[str, Any]:
+    def upload(
+        self, message: Message, *, limit_s: float = math.inf, **query: Any
+    ) -> dict[str, Any]:
         """Give a server that has no parameters yet its first ones."""
-        return self._ask("POST", "parameters", query, message=message)
+        return self._ask("POST", "parameters", query, message=message, limit_s=limit_s)
 
     def fetch(
-        self, fragment: int, shapes: Mapping[str, tuple[int, ...]], **query: Any
+        self,
+        fragment: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        limit_s: float = math.inf,
+        **query: Any,
     ) -> tuple[Header, dict[str, Payload]]:
         """The current parameters of a fragment."""
         reader = Reader(shapes, dtypes=("float32", "bfloat16"))
         words = {"fragment": fragment, **({"dtype": "bf16"} if self._bf16_fetch else {}), **query}
 
         def take(answer: http.client.HTTPResponse) -> Header:
-            while chunk := answer.read(_READ_BYTES):
+            while chunk := answer.read(_PIECE_BYTES):
                 self.received_bytes += len(chunk)
                 reader.feed(chunk)
             return reader.finish()
 
         try:
-            header = self._exchange("GET", "parameters", words, take=take)
+            limit_s = min(self.timeout_s, limit_s)
+            header = self._exchange("GET", "parameters", words, take=take, limit_s=limit_s)
         except WireError as error:  # bytes were lost or changed on the way
             raise Unreachable(f"{self.address}: parameters came damaged: {error}") from error
         return header, reader.payloads
@@ -176,7 +205,12 @@ class DiLoCoClient:
         body: Mapping[str, Any] | None = None,
         message: Message | None = None,
         silence_s: float | None = None,
+        limit_s: float = math.inf,
     ) -> dict[str, Any]:
+        # A few words either way have no more time than a server may be silent.
+        few_s = self._connect_s + (silence_s or self._silence_s)
+        most_s = self.timeout_s if message is not None else few_s
+
         def take(answer: http.client.HTTPResponse) -> dict[str, Any]:
             found = _read_json(answer)
             if found is None:
@@ -184,7 +218,14 @@ class DiLoCoClient:
             return found
 
         answer: dict[str, Any] = self._exchange(
-            method, path, query, body=body, message=message, silence_s=silence_s, take=take
+            method,
+            path,
+            query,
+            take=take,
+            limit_s=min(most_s, limit_s),
+            body=body,
+            message=message,
+            silence_s=silence_s,
         )
         return answer
 
@@ -195,6 +236,7 @@ class DiLoCoClient:
         query: Mapping[str, Any] | None = None,
         *,
         take: Any,
+        limit_s: float,
         body: Mapping[str, Any] | None = None,
         message: Message | None = None,
         silence_s: float | None = None,
@@ -211,7 +253,7 @@ class DiLoCoClient:
             data = json.dumps(body, allow_nan=False).encode()
             headers["Content-Type"] = "application/json"
         try:
-            with closing(self._open(silence_s or self._silence_s)) as connection:
+            with closing(self._open(silence_s or self._silence_s, limit_s)) as connection:
                 answer = self._send(connection, method, target, data, headers)
                 if answer.status >= 400:
                     raise _refusal(self.address, answer.status, _read_json(answer) or {})
@@ -228,16 +270,19 @@ class DiLoCoClient:
             kind = NotThere if isinstance(error, ConnectionRefusedError) else Unreachable
             raise kind(f"{self.address} does not answer: {_describe(error)}") from None
 
-    def _open(self, silence_s: float) -> http.client.HTTPConnection:
+    def _open(self, silence_s: float, limit_s: float) -> http.client.HTTPConnection:
         host, port = self.address.host, self.address.port
+        began_s, connect_s = time.monotonic(), min(self._connect_s, limit_s)
+        if limit_s <= 0:
+            raise _Overdue(limit_s)
         connection = (
-            http.client.HTTPConnection(host, port, timeout=self._connect_s)
+            http.client.HTTPConnection(host, port, timeout=connect_s)
             if self._tls is None
-            else http.client.HTTPSConnection(host, port, timeout=self._connect_s, context=self._tls)
+            else http.client.HTTPSConnection(host, port, timeout=connect_s, context=self._tls)
         )
         connection.connect()
-        assert connection.sock is not None
-        connection.sock.settimeout(silence_s)
+        timed = _TimedSocket(connection.sock, silence_s, limit_s, began_s)
+        connection.sock = cast(socket.socket, timed)
         return connection
 
     @staticmethod
@@ -263,6 +308,66 @@ class DiLoCoClient:
         for chunk in message.chunks():
             yield chunk
             self.sent_bytes += len(chunk)
+
+
+class _Overdue(TimeoutError):
+    """A request has used up all of its time."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"not all was sent and answered within {max(0.0, limit_s):.3g} s")
+
+
+class _TimedSocket:
+    """A connected socket as far as `http.client` uses one, with an end to its time.
+
+    A socket's own timeout begins anew with every piece, so a few bytes a minute would hold a
+    request for ever. Here no piece may take longer than `silence_s`, nor all of them than `limit_s`
+    since `began_s`.
+    """
+
+    def __init__(
+        self, sock: socket.socket, silence_s: float, limit_s: float, began_s: float
+    ) -> None:
+        self._sock, self._silence_s = sock, silence_s
+        self._limit_s, self._deadline = limit_s, began_s + limit_s
+
+    def sendall(self, data: Any) -> None:
+        left = memoryview(data).cast("B")
+        while left:
+            left = left[self._timed(self._sock.send, left[:_PIECE_BYTES]) :]
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        raw = self._sock.makefile(mode, buffering=0)  # type: ignore[call-overload]
+        return io.BufferedReader(_TimedReader(raw, self._timed))
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _timed(self, act: Callable[[Any], int], data: Any) -> int:
+        left_s = self._deadline - time.monotonic()
+        try:
+            if left_s > 0:
+                self._sock.settimeout(min(self._silence_s, left_s))
+                return act(data)
+        except TimeoutError:
+            if left_s > self._silence_s:
+                raise
+        raise _Overdue(self._limit_s)
+
+
+class _TimedReader(io.RawIOBase):
+    def __init__(self, raw: Any, timed: Callable[[Callable[[Any], int], Any], int]) -> None:
+        self._raw, self._timed = raw, timed
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        return self._timed(self._raw.readinto, buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
 def _read_json(answer: http.client.HTTPResponse) -> dict[str, Any] | None:
@@ -302,6 +407,8 @@ def as_registration_fault(error: Refused) -> Refused:
 
 
 def _describe(error: BaseException) -> str:
+    if isinstance(error, _Overdue):
+        return str(error)
     if isinstance(error, TimeoutError):
         return "no sign of it in time"
     if isinstance(error, ConnectionRefusedError):

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 10.0
 """How long one question about a round may be left open."""
 _MOST_RETURNS = 20
+_LEAST_S = 1.0
+"""How long a question may take that is asked when the time is up: it may be the last one."""
 
 Kind = Literal["applied", "reset", "late", "unsettled", "fatal"]
 
@@ -93,6 +95,7 @@ class Flight:
         """Whether the round was over before it was handed in for the first time."""
         self._accepted_in: str | None = None
         """The session under which the server said that it has it."""
+        self._deadline = 0.0
         self._thread: threading.Thread | None = None
         self._canceled = threading.Event()
 
@@ -140,18 +143,19 @@ class Flight:
 
     def _fly(self) -> Outcome:
         backoff = self._session.make_backoff()
-        # One limit for all of it: a server that comes and goes cannot hold training for ever.
-        deadline = self._clock() + self._timeout_s
+        # One limit for all of it, requests that are under way as well: a server that comes and
+        # goes, or says a byte a minute, cannot hold training for ever.
+        self._deadline = self._clock() + self._timeout_s
         failures = returns = 0
         while True:
             used = self._session.session
             try:
-                return self._exchange(deadline)
+                return self._exchange()
             except MISTAKES as error:
                 return Outcome("fatal", reason=str(error))
             except UnknownSession as error:
                 returns += 1
-                if returns > _MOST_RETURNS:
+                if returns > _MOST_RETURNS or self._is_over:
                     return Outcome("unsettled", reason=str(error))
                 trouble = self._return(used)
             except Unreachable as error:
@@ -160,7 +164,7 @@ class Flight:
                 return Outcome("fatal", reason=str(trouble))
             if trouble is not None:
                 failures += 1
-                over = failures > self._max_retries or self._clock() > deadline
+                over = failures > self._max_retries or self._is_over
                 if over or self._should_end():
                     return Outcome("unsettled", reason=str(trouble))
                 self.num_retries += 1
@@ -169,17 +173,26 @@ class Flight:
 
     def _return(self, lost: str | None) -> DiLoCoError | None:
         try:
-            self._session.return_after(lost)
+            self._session.return_after(lost, self._left_s)
         except DiLoCoError as error:
             return error
         return None
 
+    @property
+    def _is_over(self) -> bool:
+        return self._clock() > self._deadline
+
+    @property
+    def _left_s(self) -> float:
+        return max(_LEAST_S, self._deadline - self._clock())
+
     # -- on the way -------------------------------------------------------------------------
 
-    def _exchange(self, deadline: float) -> Outcome:
+    def _exchange(self) -> Outcome:
         if self._message is None:
             return self._fetch("reset", "what this worker has is not finite")
-        self._session.beat()  # the server knows its step and its speed before the round ends
+        # The server knows its step and its speed before the round ends.
+        self._session.beat(self._left_s)
         while True:
             if self._should_end() or self._session.stopping.is_set() or self._canceled.is_set():
                 return Outcome("unsettled", reason="the run ends")
@@ -187,19 +200,19 @@ class Flight:
                 try:
                     refusal = self._submit()
                 except Busy as error:  # others are at it: no failure, and their turn ends
-                    if self._clock() > deadline:
+                    if self._is_over:
                         return Outcome("unsettled", reason=str(error))
                     self._session.stopping.wait(min(1.0, self._session.first_pause_s))
                     continue
                 if refusal is not None:
                     return refusal
-            answer = self._ask(min(POLL_S, max(0.0, deadline - self._clock())))
+            answer = self._ask(min(POLL_S, max(0.0, self._deadline - self._clock())))
             state = answer.get("state")
             if state == "committed" and not self._is_lost(answer):
                 return self._end(answer)
             if not self._missed and (state == "reopened" or answer.get("submitted") is False):
                 self._accepted_in = None
-            if self._clock() > deadline:
+            if self._is_over:
                 return Outcome(
                     "unsettled",
                     reason=f"round {self.round_id} did not end within {self._timeout_s:g} s",
@@ -210,7 +223,12 @@ class Flight:
         assert session.session is not None
         try:
             return session.client.ask_round(
-                self.round_id, self.fragment, session.worker_id, session.session, wait_s=wait_s
+                self.round_id,
+                self.fragment,
+                session.worker_id,
+                session.session,
+                wait_s=wait_s,
+                limit_s=self._left_s + _LEAST_S,
             )
         except RoundOver as error:  # so long ago that the server does not know it any more
             return {"state": "committed", "next_round_id": error.answer.get("round_id")}
@@ -229,6 +247,7 @@ class Flight:
         try:
             session.client.submit(
                 message,
+                limit_s=self._left_s,
                 worker=session.worker_id,
                 session=used,
                 round=self.round_id,
@@ -268,7 +287,7 @@ class Flight:
             if current:
                 self._session.rounds[self.fragment] = current
             with contextlib.suppress(Unreachable, Refused):  # where the others are by now
-                self._session.beat()
+                self._session.beat(self._left_s)
             return Outcome("late", current or self._session.rounds[self.fragment])
         return self._fetch("applied")
 
@@ -277,11 +296,15 @@ class Flight:
 
         session = self._session
         header, payloads = session.client.fetch(
-            self.fragment, self._shapes, worker=session.worker_id, session=session.session
+            self.fragment,
+            self._shapes,
+            limit_s=self._left_s,
+            worker=session.worker_id,
+            session=session.session,
         )
         round_id = str(header.meta.get("round_id", ""))
         session.rounds[self.fragment] = round_id
         if self._dylu:
             with contextlib.suppress(Unreachable):  # a recommendation can wait
-                session.beat()
+                session.beat(self._left_s)
         return Outcome(kind, round_id, reason, {n: decode(p) for n, p in payloads.items()})

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,15 @@ class Session:
 
     # -- registration -----------------------------------------------------------------------
 
-    def register(self, earlier: str | None = None, *, attempts: int = 1) -> dict[str, Any]:
+    def register(
+        self, earlier: str | None = None, *, attempts: int = 1, limit_s: float = math.inf
+    ) -> dict[str, Any]:
         """Take part, as the one that had the session `earlier` if it is given.
 
         A server that does not answer is asked `attempts` times in all. One that says the id is
         taken may mean an earlier process of this worker, whose last session nobody knows any more:
-        it is let go when it gives no sign of life, and waited for until then.
+        it is let go when it gives no sign of life, and waited for until then. All of it ends within
+        `limit_s`.
         """
         backoff = self.make_backoff()
         # What the file says is newer than what a checkpoint does.
@@ -88,11 +92,11 @@ class Session:
             # On the disk before the server has it: a crash in between leaves nobody locked out.
             self._claim = remembered.get("claim") or secrets.token_hex(16)
             self._remember()
-        patience_s = time.monotonic() + _MISSED * self._heartbeat_s
+        began_s, patience_s = time.monotonic(), _MISSED * self._heartbeat_s
         try:
             while True:
                 try:
-                    return self._register(previous)
+                    return self._register(previous, limit_s - (time.monotonic() - began_s))
                 except Unreachable as error:
                     attempts -= 1
                     if attempts <= 0:
@@ -101,7 +105,8 @@ class Session:
                     if not backoff.wait():
                         raise
                 except IdTaken:
-                    over = previous is None or time.monotonic() > patience_s
+                    waited_s = time.monotonic() - began_s
+                    over = previous is None or waited_s > min(patience_s, limit_s)
                     if over or self.stopping.wait(min(1.0, 5 * self.first_pause_s)):
                         raise
         except (Refused, NotThere):
@@ -109,8 +114,8 @@ class Session:
                 self._forget()
             raise
 
-    def _register(self, earlier: str | None) -> dict[str, Any]:
-        with self._lock:
+    def _register(self, earlier: str | None, limit_s: float) -> dict[str, Any]:
+        with self._held_within(limit_s) as left_s:
             if self.stopping.is_set():
                 raise Unreachable("the run ends")  # who has left must not come back
             own = {"worker_id": self.worker_id, "step": self.step, "claim": self._claim}
@@ -119,7 +124,7 @@ class Session:
             if previous is not None:
                 facts["resume_session"] = previous
             try:
-                answer = self.client.register(facts)
+                answer = self.client.register(facts, limit_s=left_s)
             except Refused as error:
                 raise as_registration_fault(error) from None
             try:
@@ -134,10 +139,21 @@ class Session:
             self._remember()
             return answer
 
-    def return_after(self, lost: str | None) -> None:
+    @contextlib.contextmanager
+    def _held_within(self, limit_s: float) -> Iterator[float]:
+        """One registration at a time; what is left of `limit_s` once it is this one's turn."""
+        began_s = time.monotonic()
+        if not self._lock.acquire(timeout=max(0.0, min(limit_s, threading.TIMEOUT_MAX))):
+            raise Unreachable(f"{self.client.address}: no registration within {limit_s:.3g} s")
+        try:
+            yield limit_s - (time.monotonic() - began_s)
+        finally:
+            self._lock.release()
+
+    def return_after(self, lost: str | None, limit_s: float = math.inf) -> None:
         """Register again, unless that was done since the session `lost` was in use."""
         if self.session == lost:
-            self.register()
+            self.register(limit_s=limit_s)
             self._num_returns += 1
             logger.info("DiLoCo: %s is back at %s", self.worker_id, self.client.address)
 
@@ -187,11 +203,10 @@ class Session:
     def identify(self) -> dict[str, Any]:
         return {"worker_id": self.worker_id, "session": self.session}
 
-    def beat(self) -> None:
+    def beat(self, limit_s: float = math.inf) -> None:
         """One sign of life, with the speed; takes the server's recommendation."""
-        answer = self.client.heartbeat(
-            {**self.identify(), "step": self.step, "steps_per_second": self.steps_per_second}
-        )
+        facts = {"step": self.step, "steps_per_second": self.steps_per_second}
+        answer = self.client.heartbeat({**self.identify(), **facts}, limit_s=limit_s)
         recommended = answer.get("sync_every")
         if isinstance(recommended, int) and not isinstance(recommended, bool) and recommended >= 1:
             self.recommended = recommended

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.diloco.arrival import Arriving
+from headway.diloco.arrival import Arriving, compare_settings
 from headway.diloco.backoff import FIRST_S
 from headway.diloco.client import DiLoCoClient
 from headway.diloco.compression import encode
@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_LATE = 3
 """How often in a row a submission may miss its round before the next interval is waited for."""
+
+_HOLD_FLOAT32 = ("float32", "float64")
+"""Dtypes in which a server's parameters are what they are there."""
 
 
 @dataclass
@@ -128,6 +131,7 @@ class DiLoCoWorker:
             self.load_state_dict(state)
         self._join(None if not state else state.get("session"), resumed=bool(state))
         if self.view.leads:
+            compare_settings(self.worker_id, self.options, self._session.server)
             self._session.start_beating()
 
     def rejoin(self, state: Mapping[str, Any], step: int) -> None:
@@ -158,6 +162,11 @@ class DiLoCoWorker:
                 self._snapshot.update(self.view.write_from_leader(outcome.values, names))
                 rounds[fragment] = outcome.round_id
                 self._fragment_steps[fragment] = 0
+                # Of this worker more may count by now than the checkpoint knows, and its residual
+                # with it: better lost than applied twice.
+                for name in names:
+                    self._residual.pop(name, None)
+                    self._left_over.pop(name, None)
         self._bases, self._targets = rounds, list(rounds)
         told = "begins from the server's parameters"
         if all(keep):
@@ -248,10 +257,13 @@ class DiLoCoWorker:
         moved = {name: self._snapshot[name] - part for name, part in sent.items()}
         self._measure_drift(moved)
         # A difference of two floats is no float: only the parameters themselves travel exactly.
-        # To a server that has what they were made from: not where that was rounded on its way.
+        # To a server that has what they were made from: not where that was rounded, on its way or
+        # by the dtype of the parameters here.
+        entries = self.view.specification.entries
         exact = (
             self.options.comm == "float32"
             and not self.options.bf16_fetch
+            and all(entries[name].dtype in _HOLD_FLOAT32 for name in names)
             and self._mode == "sync"
             and self._targets[fragment] == self._bases[fragment]
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -25,6 +27,7 @@ from headway.diloco.faults import (
     Unreachable,
     VersionMismatch,
 )
+from headway.diloco.flight import Flight
 from headway.diloco.session import Session
 from headway.diloco.wire import Message, compose
 from headway.errors import ConfigError
@@ -235,6 +238,112 @@ def test_a_duplicated_request_arrives_twice_and_is_answered_once(told: Any) -> N
         proxy.next([Fault("duplicate")])
         assert DiLoCoClient(proxy.address).submit(message, worker="a")["state"] == "accepted"
     assert [body for *_, body in server.seen] == [b"".join(message.chunks())] * 2
+
+
+class Trickle:
+    """Takes and gives a few bytes at a time, for as long as anybody stays.
+
+    `quick` is said at once, then a byte at a time of an answer that does not end; with `reads`,
+    what comes is taken in little pieces before that.
+    """
+
+    def __init__(self, quick: bytes, *, reads: bool = False) -> None:
+        self._quick, self._reads, self._ends = quick, reads, threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Trickle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(10)
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                with connection, contextlib.suppress(OSError):
+                    self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(1.0)
+        if not self._reads:
+            connection.recv(1 << 16)
+            connection.sendall(self._quick)
+        # A client that knows no end is let go: its test fails, and does not hang.
+        for _ in range(400):
+            if self._ends.wait(0.05):
+                return
+            if self._reads:
+                connection.recv(64)
+            else:
+                connection.send(b"1")
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
+
+
+@pytest.mark.parametrize("what", ["headers", "words", "parameters", "submission"])
+def test_a_server_that_trickles_holds_nobody_beyond_the_limit(what: str) -> None:
+    """Bytes come all the time, so no silence ends it."""
+    quick = {"headers": b"HTTP/1.1 200 OK\r\nSlow: ", "words": OK + b'{"a": "'}.get(what, OK)
+    with Trickle(quick, reads=what == "submission") as server:
+        client = DiLoCoClient(server.address)
+        large = compose({}, encode({"w": torch.zeros(8 << 20)}, "float32").payloads)
+        began_s = time.monotonic()
+        with pytest.raises(Unreachable, match=r"not all was sent and answered within 0\.5 s"):
+            if what == "parameters":
+                client.fetch(0, SHAPES, limit_s=0.5)
+            elif what == "submission":
+                client.submit(large, limit_s=0.5, worker="a")
+            else:
+                client.heartbeat({}, limit_s=0.5)
+        assert 0.4 < time.monotonic() - began_s < 10
+
+
+def test_no_request_of_a_client_is_longer_than_its_timeout() -> None:
+    with Trickle(OK) as server:
+        client, began_s = DiLoCoClient(server.address, timeout_s=0.5), time.monotonic()
+        for ask in (client.status, lambda: client.fetch(0, SHAPES)):
+            with pytest.raises(Unreachable, match="not all was sent and answered within"):
+                ask()
+        assert time.monotonic() - began_s < 10
+
+
+@pytest.mark.parametrize("what", ["parameters", "heartbeat"])
+def test_one_limit_holds_for_all_of_a_flight(what: str) -> None:
+    """A client has its own, longer one; what counts is how long training may stand still."""
+    message = None if what == "parameters" else make_message()
+    with Trickle(OK) as server:
+        session = Session(DiLoCoClient(server.address), "a", {}, heartbeat_s=20.0)
+        session.session, session.rounds = "s", ["r-1-00"]
+        flight = Flight(
+            session, message, fragment=0, round_id="r-1-00", shapes=SHAPES, local_steps=1,
+            max_retries=100, timeout_s=1.0,
+        )  # fmt: skip
+        began_s = time.monotonic()
+        flight.begin(beside=False)
+        outcome = flight.finish()
+        assert outcome.kind == "unsettled" and "not all was sent" in outcome.reason
+        assert time.monotonic() - began_s < 10
+
+
+def test_a_registration_that_another_thread_is_at_is_not_waited_for_beyond_the_limit() -> None:
+    session = Session(DiLoCoClient("127.0.0.1:1"), "a", {}, heartbeat_s=20.0)
+    session.session = "s"
+    session._lock.acquire()
+    frees = threading.Timer(3.0, session._lock.release)  # so that one who waits fails, not hangs
+    frees.start()
+    try:
+        with pytest.raises(Unreachable, match=r"no registration within 0\.1 s"):
+            session.return_after("s", 0.1)
+    finally:
+        frees.cancel()
 
 
 # Pauses

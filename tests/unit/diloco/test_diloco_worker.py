@@ -29,6 +29,7 @@ from headway.testing.diloco import (
     stopped,
     together,
     toy_model,
+    toy_numbers,
     toy_step,
     train_together,
 )
@@ -211,6 +212,25 @@ def test_what_int8_leaves_over_is_in_the_next_exchange(tmp_path: Path) -> None:
     assert not same(*ends)
 
 
+def test_what_int8_leaves_over_is_not_sent_twice_after_a_resume(tmp_path: Path) -> None:
+    """It was in a submission that counts and that the checkpoint does not know of."""
+    options = {"sync_every": 2, "comm": "int8"}
+    with serving(tmp_path, **EXACT) as server:
+        first = ToyWorker(server.address, **options).start()
+        with stopped(first):
+            saved = first.train(2).save()
+            first.train(2)
+        assert any(bool(t.any()) for t in saved["slots"]["residual"].values())
+        before = {n: t.clone() for n, t in server.core.require_state().parameters.items()}
+        again = ToyWorker(server.address, **options).resume(saved)
+        with stopped(again):
+            for step in (3, 4):
+                again.worker.after_step(step)  # steps that have changed nothing
+            assert server.core.totals.num_rounds == 3
+            assert same(dict(server.core.require_state().parameters), before)
+            assert not any(bool(t.any()) for t in again.save()["slots"]["residual"].values())
+
+
 def test_a_bfloat16_model_sends_what_it_learned_and_no_rounding(tmp_path: Path) -> None:
     model = toy_model().to(torch.bfloat16)
     with serving(tmp_path, **EXACT) as server:
@@ -222,6 +242,31 @@ def test_a_bfloat16_model_sends_what_it_learned_and_no_rounding(tmp_path: Path) 
             assert stored is not None
             for name, value in worker.values.items():
                 assert torch.equal(stored.parameters[name].bfloat16().float(), value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_what_a_model_cannot_hold_of_the_servers_parameters_stays_there(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """The server's have digits that the worker's dtype has not: an exchange takes none away."""
+    with serving(tmp_path, **EXACT) as server:
+        worker = ToyWorker(server.address, sync_every=1, model=toy_model().to(dtype)).start()
+        with stopped(worker):
+            state = server.core.require_state()
+            finer = {
+                name: value + 1e-4 * toy_numbers(value.shape, 3, number)
+                for number, (name, value) in enumerate(state.parameters.items())
+            }
+            assert dtype == torch.float64 or not all(
+                torch.equal(value, value.to(dtype).float()) for value in finer.values()
+            )
+            server.core.state = replace(state, parameters=finer)
+            server.core._messages.clear()
+            worker.worker.rejoin({**worker.worker.state_dict(), "rounds": []}, 0)
+            worker.worker.after_step(1)  # a step that has changed nothing
+            assert worker.worker.counters.sync_count == 1
+            for name, value in server.core.require_state().parameters.items():
+                torch.testing.assert_close(value, finer[name], rtol=0, atol=1e-7)
 
 
 # Fragments
@@ -447,7 +492,7 @@ class Flaky:
     def submit(self, *_: Any, **__: Any) -> None:
         pass
 
-    def ask_round(self, *_: Any, wait_s: float) -> dict[str, Any]:
+    def ask_round(self, *_: Any, wait_s: float, limit_s: float) -> dict[str, Any]:
         self.num_asked += 1
         self.waits.append(wait_s)
         self.clock.now_s += 4
@@ -461,7 +506,7 @@ def test_a_connection_that_comes_and_goes_does_not_make_the_wait_longer() -> Non
     client = Flaky(clock)
     session = SimpleNamespace(
         client=client, session="s", worker_id="a", rounds=["r-1-x"], server={"mode": "sync"},
-        make_backoff=lambda: Backoff(1e-4, 1e-4), stopping=threading.Event(), beat=lambda: None,
+        make_backoff=lambda: Backoff(1e-4, 1e-4), stopping=threading.Event(), beat=lambda _: None,
     )  # fmt: skip
     flight = Flight(
         session, compose({}, {}), fragment=0, round_id="r-1-x", shapes={}, local_steps=1,
@@ -564,9 +609,9 @@ def test_one_that_leaves_in_the_midst_of_an_exchange_does_not_come_back(
             left.set()
             returned.wait(0.5)
 
-        def come_back(facts: Any) -> Any:
+        def come_back(facts: Any, **limits: Any) -> Any:
             returned.set()
-            return register(facts)
+            return register(facts, **limits)
 
         monkeypatch.setattr(client, "submit", submit_late)
         monkeypatch.setattr(client, "deregister", leave)
@@ -618,6 +663,34 @@ def test_a_server_without_a_free_place_is_waited_for(tmp_path: Path) -> None:
 
 
 # DyLU
+
+
+@pytest.mark.parametrize(
+    ("server_options", "worker_options", "told"),
+    [
+        ({}, {"dylu": True}, ["worker-0 has dylu=True and its server dylu=False"]),
+        ({"dylu": True}, {}, ["worker-0 has dylu=False and its server dylu=True"]),
+        ({"sync_every": 3}, {}, ["worker-0 has sync_every=6 and its server sync_every=3"]),
+        ({"sync_every": 3, "dylu": True}, {"dylu": True}, []),
+        ({"sync_every": 6}, {}, []),
+        ({}, {}, []),
+    ],
+    ids=["worker", "server", "steps", "both", "same", "none"],
+)
+def test_a_setting_of_one_side_only_is_told_once(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    server_options: Any,
+    worker_options: Any,
+    told: list[str],
+) -> None:
+    with serving(tmp_path, **server_options, **EXACT) as server:
+        worker = ToyWorker(server.address, sync_every=6, **worker_options).start()
+        with stopped(worker):
+            worker.worker.rejoin(worker.worker.state_dict(), 0)
+    texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(texts) == len(told)
+    assert all(words in text for words, text in zip(told, texts, strict=True))
 
 
 def test_a_speed_is_known_also_of_single_steps() -> None:
