@@ -420,8 +420,10 @@ class DiLoCoServer(GuardedServer):
             with self._places.take(worker.id, fragment):
                 try:
                     await self._accept(request, worker, round_id, fragment, local_steps, digest)
-                except (WireError, Refusal):
-                    book.count_attempt(worker, round_id)
+                except (WireError, Refusal) as error:
+                    # Being late, or a second time, is no fault of the body.
+                    if error.status not in (409, 410):
+                        book.count_attempt(worker, round_id)
                     raise
             state = "accepted"
             self._wake_rounds()
@@ -462,8 +464,9 @@ class DiLoCoServer(GuardedServer):
             norm = await self._in(self._intake, core.measure, spool.path, state, fragment, is_local)
             core.book.check_norm(fragment, norm)
             now = time.monotonic()
+            steps = core.book.count_steps(local_steps)
             submission = Submission(
-                worker.id, worker.session, round_id, number, fragment, digest, local_steps,
+                worker.id, worker.session, round_id, number, fragment, digest, steps,
                 worker.comm, is_local, norm, num_bytes, spool.path,
             )  # fmt: skip
             known = core.book.find(worker.id, worker.session, now)

@@ -29,7 +29,8 @@ class ServerOptions:
     """sync: rounds of all workers; async: every submission is an outer step of its own."""
     num_fragments: int = 1
     sync_every: int | None = None
-    """Local steps between submissions, for all workers; None: each has its own."""
+    """Local steps between submissions that workers with `dylu` are told, before their speed; the
+    others keep their own, and warn where it differs. None: each worker's own."""
     dylu: bool = False
     """Recommend fewer steps to slower workers, and weigh them by the steps they made."""
     deadline_s: float = 600.0
@@ -109,6 +110,7 @@ class ServerOptions:
             max_update_norm=self.max_update_norm,
             max_norm_ratio=self.max_norm_ratio,
             max_attempts=self.max_attempts,
+            max_workers=max(_MOST_WORKERS, self.num_workers),
         )
 
     @property
@@ -153,6 +155,8 @@ class ServerOptions:
         return OuterOptimizer(**self.make_optimizer_settings())
 
 
+# Of registrations, beside which more workers than expected may come for a time.
+_MOST_WORKERS = 1024
 _WHOLE = {
     "num_workers": 1,
     "min_workers": 1,

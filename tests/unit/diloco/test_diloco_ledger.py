@@ -444,6 +444,61 @@ def test_a_round_that_would_leave_no_numbers_is_not_applied(folder: Path) -> Non
     core.close()
 
 
+def test_of_a_round_without_numbers_only_the_largest_is_dropped(folder: Path) -> None:
+    core = make_core(folder, outer_lr=1e30)
+    paths = {}
+    for name, size in (("a", 1e-30), ("b", 1e30), ("c", 1e-30)):
+        worker = core.book.register(name, 0.0, comm="float32")
+        sent = {n: torch.full(t.shape, size) for n, t in MODEL.items()}
+        message = compose({}, encode(sent, "float32").payloads)
+        paths[name] = core.ledger.incoming / f"{name}.hwdl"
+        paths[name].write_bytes(b"".join(bytes(chunk) for chunk in message.chunks()))
+        core.book.accept(
+            worker,
+            Submission(name, worker.session, core.book.rounds[0].id, 1, 0, message.digest, 1,
+                       "float32", False, size, message.num_bytes, str(paths[name])),
+            0.0,
+        )  # fmt: skip
+    job = core.start_round(0)
+    assert core.carry_out(job) is None
+    core.give_up_round(job)
+    assert [s.worker for s in core.book.rounds[0].submissions.values()] == ["a", "c"]
+    assert [core.book.workers[name].num_refused for name in "abc"] == [0, 1, 0]
+    assert [paths[name].exists() for name in "abc"] == [True, False, True]
+    job = core.start_round(0)
+    assert core.carry_out(job) is not None
+    core.close()
+
+
+def test_a_momentum_that_is_no_number_is_not_committed(folder: Path) -> None:
+    """Parameters would follow it one round later, and a restart would bring it back."""
+    core = make_core(folder, mode="async", num_workers=4)
+    worker = core.book.register("a", 0.0, comm="float32")
+    for number in range(2):
+        assert core.state is not None
+        sent = {n: torch.full(t.shape, 2e38) for n, t in MODEL.items()}
+        message = compose({}, encode(sent, "float32").payloads)
+        path = core.ledger.incoming / f"{number}.hwdl"
+        path.write_bytes(b"".join(bytes(chunk) for chunk in message.chunks()))
+        place = core.book.rounds[0]
+        core.book.accept(
+            worker,
+            Submission("a", worker.session, place.id, place.number, 0, message.digest, 1,
+                       "float32", False, 2e38, message.num_bytes, str(path)),
+            0.0,
+        )  # fmt: skip
+        job = core.start_round(0)
+        done = core.carry_out(job)
+        if done is None:
+            core.give_up_round(job)
+            break
+        core.finish_round(job, done, 0.0, 0.0)
+    assert number == 1, "the sum of two is past what a float32 holds"
+    groups = (core.state.parameters, core.state.velocity, core.state.buffer)
+    assert all(bool(t.isfinite().all()) for group in groups for t in group.values())
+    core.close()
+
+
 def test_no_token_is_in_what_the_server_keeps(folder: Path) -> None:
     core = make_core(folder)
     do_round(core, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import os
 import shutil
 import socket
 import struct
@@ -22,6 +23,7 @@ import xxhash
 from headway.diloco import DiLoCoClient, DiLoCoServer, Specification, replay
 from headway.diloco.compression import decode, encode
 from headway.diloco.faults import Refused, RoundOver, UnknownSession, Unreachable, VersionMismatch
+from headway.diloco.rounds import Refusal
 from headway.diloco.specification import canonical_json
 from headway.diloco.wire import CONTENT_TYPE, Message, compose
 from headway.errors import ConfigError
@@ -846,16 +848,19 @@ def test_a_round_that_fails_in_any_way_is_tried_again(
     assert player.wait(wait_s=10)["counted"]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_body_that_somebody_has_deleted_is_asked_for_again(
-    running: Any, monkeypatch: pytest.MonkeyPatch, mode: str
+@pytest.mark.parametrize(("mode", "deed"), [("sync", "rm"), ("async", "rm"), ("sync", "cut")])
+def test_a_body_that_somebody_has_deleted_or_cut_is_asked_for_again(
+    running: Any, monkeypatch: pytest.MonkeyPatch, mode: str, deed: str
 ) -> None:
     server = running(num_workers=1, mode=mode)
     first, carry_out = [True], server.core.carry_out
 
     def tidy_up(job: Any) -> Any:
         if first.pop() if first else False:
-            shutil.rmtree(server.core.ledger.incoming)
+            if deed == "cut":
+                os.truncate(job.submissions[0].path, 100)
+            else:
+                shutil.rmtree(server.core.ledger.incoming)
         return carry_out(job)
 
     monkeypatch.setattr(server.core, "carry_out", tidy_up)
@@ -865,6 +870,22 @@ def test_a_body_that_somebody_has_deleted_is_asked_for_again(
     answer = player.wait(wait_s=20)
     assert (answer["state"], answer["submitted"]) == ("open", False)
     player.submit(message)  # the folder is there again
+    assert player.wait(wait_s=20)["counted"]
+
+
+def test_being_late_is_no_fault(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often: only bodies that are wrong count against a worker."""
+    server = running(num_workers=1)
+    book, player = server.core.book, Player(server, "a")
+    with monkeypatch.context() as patch:
+
+        def too_late(*_: Any) -> None:
+            raise Refusal(410, "round_over", "while it came")
+
+        patch.setattr(book, "accept", too_late)
+        refused(410, "round_over", lambda: player.submit(player.message()))
+    assert book.workers["a"].num_refused == 0
+    player.submit(player.message())
     assert player.wait(wait_s=20)["counted"]
 
 
