@@ -33,17 +33,7 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 
 
-# Those that take longest are begun first, so that no worker is left with one at the end.
-_LONGEST = ("test_docs.py", "parity", "faults", "contract", "e2e", "dist", "browser")
-
-
-def _length(item: pytest.Item) -> int:
-    named = [n for n, name in enumerate(_LONGEST) if name in item.path.parts]
-    return named[0] if named else len(_LONGEST)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_length)
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         # Several processes that each import torch: slow to start on a busy machine.
