@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 _ASK_AGAIN_S = 0.02
+_READ_S = 10.0
 # Below the range that systems hand out by themselves, above the well-known ones.
 _PORTS = range(15000, 30000)
 
@@ -158,6 +159,11 @@ def _receive(
     store.set(f"headway/{name}/members", json.dumps(said))
     for other in range(1, world_size):
         store.set(f"headway/{name}/go/{other}", said[other]["nonce"])
+    # Rank 0 may keep the store, and end because of what was said: not before all have read it.
+    deadline = time.monotonic() + _READ_S
+    read = [f"headway/{name}/read/{other}" for other in range(1, world_size)]
+    while read and not store.check(read) and time.monotonic() < deadline:
+        time.sleep(_ASK_AGAIN_S)
     return name, said
 
 
@@ -176,7 +182,9 @@ def _attend(
                 greeted = name
             go = f"headway/{name}/go/{rank}"
             if store.check([go]) and store.get(go).decode() == nonce:
-                return name, json.loads(store.get(f"headway/{name}/members"))
+                said = json.loads(store.get(f"headway/{name}/members"))
+                store.set(f"headway/{name}/read/{rank}", "")
+                return name, said
         time.sleep(_ASK_AGAIN_S)
     raise RendezvousError(
         f"rank {rank} waited {timeout_s:g} s at the rendezvous; rank 0, or another rank, did not "
