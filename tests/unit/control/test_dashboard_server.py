@@ -180,7 +180,7 @@ def test_states_of_runs(tmp_path, open_board):
     write_run(tmp_path / "finished", records_of(3))
     write_run(tmp_path / "a" / "stopped", [*records_of(9)][:3] + [[*records_of(2)][-1]])
     write_run(tmp_path / "a" / "b" / "lost", records_of(3, end=False))
-    write_run(tmp_path / "running", records_of(3, end=False, start=NOW))
+    write_run(tmp_path / "running", records_of(3, end=False, start=time.time()))
     write_run(tmp_path / "failed", records_of(3, end=False))
     (tmp_path / "failed" / "last_metrics-rank0.json").write_text(
         json.dumps({"timestamp": NOW, "global_step": 3, "error": "boom"})
