@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from headway.errors import ConfigError
+from headway.optim.adamw_step import step
 from headway.optim.multi import JoinedOptimizer
 
 _OPTION = "fuse_optim_with_backward"
@@ -115,10 +116,9 @@ class BackwardSteps:
         scratch.param_groups, scratch.state = [own], self._optimizer.state
         if self._reading_waits and getattr(scratch, "_step_supports_amp_scaling", False):
             # A finite number minus itself is 0; no other is.
-            scratch.found_inf = (decides - decides != 0).float()  # type: ignore[attr-defined]
-            self._step(scratch, number, own)
+            self._step(scratch, (decides - decides != 0).float(), number, own)
         elif math.isfinite(decides.item()):
-            self._step(scratch, number, own)
+            self._step(scratch, None, number, own)
         param.grad = None
 
     def _scratch(self, number: int) -> Optimizer:
@@ -135,12 +135,14 @@ class BackwardSteps:
             self._scratches[id(part)] = scratch
         return self._scratches[id(part)]
 
-    def _step(self, scratch: Optimizer, number: int, own: dict[str, Any]) -> None:
+    def _step(
+        self, scratch: Optimizer, found_inf: Tensor | None, number: int, own: dict[str, Any]
+    ) -> None:
         if number in self._checked:
-            scratch.step()
+            step(scratch, found_inf)
             return
         before, numbers = dict(own), _numbers(scratch)
-        scratch.step()
+        step(scratch, found_inf)
         changed = [key for key, value in own.items() if before.get(key) is not value]
         changed += [key for key, value in _numbers(scratch).items() if numbers.get(key) != value]
         if changed:

@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from headway.errors import ConfigError
+from headway.optim.adamw_step import step
 
 GROUP_CLASS = "optimizer_class"
 """The key of a param group that says by which class its parameters are updated."""
@@ -74,7 +75,10 @@ class JoinedOptimizer(Optimizer):
             # Of this step only: whoever set them takes them away afterwards.
             for flag in ("found_inf", "grad_scale"):
                 setattr(part, flag, getattr(self, flag, None))
-            part.step()
+            if getattr(self, "grad_scale", None) is None:
+                step(part, getattr(self, "found_inf", None))
+            else:
+                part.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the parts are joined: nothing says whose the group would be."""

@@ -10,7 +10,7 @@ import math
 from torch import Tensor
 from torch.optim import Optimizer
 
-from headway.optim.adamw_step import KernelStep
+from headway.optim.adamw_step import KernelStep, step
 from headway.precision.scaler import LossScale
 
 
@@ -32,24 +32,14 @@ def take_step(
     if scale is None and reading_waits and fused:
         # The fused kernels read the flag on the device and leave weights and state alone.
         # A finite number minus itself is 0; no other is.
-        _step(optimizer, kernel_step, (decides - decides != 0).float())
+        step(optimizer, (decides - decides != 0).float(), kernel_step)
     else:
         # Free on the CPU; elsewhere one look per step. The scale of the next step depends on it.
         taken = math.isfinite(decides.item())
         if taken:
-            _step(optimizer, kernel_step, None)
+            step(optimizer, None, kernel_step)
     optimizer.zero_grad(set_to_none=True)
     if scale is None:
         return True
     scale.update(taken)
     return taken
-
-
-def _step(optimizer: Optimizer, kernel_step: KernelStep | None, found_inf: Tensor | None) -> None:
-    kernel_step = kernel_step or KernelStep.of(optimizer)
-    if kernel_step is not None:
-        kernel_step.take(found_inf)
-        return
-    if found_inf is not None:
-        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-    optimizer.step()

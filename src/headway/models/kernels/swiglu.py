@@ -18,7 +18,8 @@ from torch import Tensor
 from headway.models.kernels import define_operation
 from headway.models.kernels.linear import cast_again, weight_grad
 
-_BLOCK = 1024
+_MOST_COLUMNS = 8192
+_COLUMNS_OF_A_WARP = 512
 
 
 @functools.cache
@@ -59,8 +60,15 @@ def swiglu_backward(joined: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     grad_joined, product = _fake(joined, grad)
     if num_rows:
         with torch.cuda.device_of(joined):
-            _kernel()[(num_rows, -(-num_columns // _BLOCK))](
-                joined, grad, grad_joined, product, num_columns, BLOCK=_BLOCK, num_warps=4
+            block = min(_MOST_COLUMNS, max(32, 1 << (num_columns - 1).bit_length()))
+            _kernel()[(num_rows, -(-num_columns // block))](
+                joined,
+                grad,
+                grad_joined,
+                product,
+                num_columns,
+                BLOCK=block,
+                num_warps=max(1, block // _COLUMNS_OF_A_WARP),
             )
     return grad_joined, product
 
