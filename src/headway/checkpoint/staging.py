@@ -8,7 +8,7 @@ again: several seconds for a large state. `HostBuffers` does both before the fir
 if asked to.
 
 On the CPU the copy is complete when `stage` returns. On CUDA it runs on a side stream: forward
-and backward go on, and only the optimizer step has to wait (`Stager.wait_before_update`). What a
+and backward go on, and only the optimizer step has to wait (side_copy.py). What a
 forward may change (buffers, state of components) is copied on the stream of the forward instead,
 so that the order of the stream protects it.
 """
@@ -42,9 +42,11 @@ from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.manifest import finite_or_text
 from headway.checkpoint.model import ModelTensors, collect_model
 from headway.checkpoint.optimizer import expected_state_bytes, split_optimizer
+from headway.checkpoint.packed import ALIGN_BYTES, aligned, cut_up, packed_bytes
 from headway.checkpoint.parameter_state import ParameterState
 from headway.checkpoint.ranks import Ranks
 from headway.checkpoint.sharding import as_slice
+from headway.checkpoint.side_copy import SideCopy
 from headway.checkpoint.staged import (
     StagedCheckpoint,
     StagedComponent,
@@ -53,11 +55,9 @@ from headway.checkpoint.staged import (
     TensorSlice,
 )
 from headway.checkpoint.storage import check_name, is_plain_file, list_files
-from headway.checkpoint.tensors import num_bytes
 from headway.checkpoint.tree import split_tree
 from headway.errors import ConfigError
 
-_ALIGN_BYTES = 16
 _MOST_SLACK = 1.05
 # Room for what components add after the start, as a part of the whole.
 _GROWTH = 100
@@ -65,10 +65,6 @@ _GROWTH = 100
 _CHUNK_BYTES = 1 << 28
 
 logger = logging.getLogger(__name__)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 class HostBuffers:
@@ -92,7 +88,7 @@ class HostBuffers:
 
     def reserve(self, size: int) -> None:
         """Have room for `size` bytes, and for not much more; `make_ready` brings its pages in."""
-        most = max(_MOST_SLACK * (size + self.spare_bytes), size + _ALIGN_BYTES)
+        most = max(_MOST_SLACK * (size + self.spare_bytes), size + ALIGN_BYTES)
         if size <= self.capacity_bytes <= most:
             return
         self.give_up()
@@ -177,15 +173,9 @@ class HostBuffers:
         What was taken before is given up: its memory is used again.
         """
         wanted = list(tensors)
-        self.reserve(sum(_aligned(num_bytes(tensor)) for tensor in wanted))
+        self.reserve(packed_bytes(wanted))
         self.make_ready()
-        places, offset = [], 0
-        for tensor in wanted:
-            size = num_bytes(tensor)
-            flat = self._slab[offset : offset + size].view(tensor.dtype)
-            places.append(flat.view(tensor.shape))
-            offset += _aligned(size)
-        return places
+        return cut_up(self._slab, wanted)
 
 
 class Stager:
@@ -194,8 +184,7 @@ class Stager:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._buffers: HostBuffers | None = None
-        self._stream: torch.cuda.Stream | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._side_copy = SideCopy()
         self._tokenizer: tuple[Any, dict[str, bytes]] | None = None
 
     @property
@@ -215,12 +204,12 @@ class Stager:
             staged.components.append(self._take_model(contents, collect_model(contents.model)))
         staged.components += [self._take_component(c) for c in contents.components]
         tensors = [_values_of(_part_of(slots[name])) for slots, name in staged.tensor_slots()]
-        size = sum(_aligned(num_bytes(tensor)) for tensor in tensors)
+        size = packed_bytes(tensors)
         if contents.optimizer is not None:
-            size += expected_state_bytes(contents.optimizer, _aligned)
+            size += expected_state_bytes(contents.optimizer, aligned)
         buffers = self._make_buffers(tensors)
         buffers.spare_bytes = sum(
-            c.stateful.expected_growth_bytes(_aligned)
+            c.stateful.expected_growth_bytes(aligned)
             for c in contents.components
             if isinstance(c.stateful, ParameterState)
         )
@@ -259,10 +248,8 @@ class Stager:
         return staged
 
     def wait_before_update(self) -> None:
-        """Make the current CUDA stream wait for the copy that is under way, if one is."""
-        copied, self._copied = self._copied, None
-        if copied is not None:
-            torch.cuda.current_stream().wait_event(copied)
+        """Make the current CUDA stream wait for a copy that still reads live tensors, if any."""
+        self._side_copy.wait_before_update()
 
     # -- what to copy -----------------------------------------------------------------------
 
@@ -362,26 +349,7 @@ class Stager:
             else:
                 copy.copy_(source, non_blocking=source.is_cuda)
         if any(source.is_cuda for source in sources):
-            staged.wait = self._copy_on_side_stream(on_side)
-
-    def _copy_on_side_stream(self, pairs: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        # Also orders this stream's event after the copies made on the current one.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for copy, source in pairs:
-                copy.copy_(source, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record(self._stream)
-        self._copied = copied
-
-        def wait() -> None:
-            copied.synchronize()
-            # The sources must outlive the copy: freed memory could be given to another tensor.
-            pairs.clear()
-
-        return wait
+            staged.wait = self._side_copy.start(on_side)
 
 
 def _part_of(held: Tensor | TensorSlice) -> Tensor | TensorSlice:

@@ -7,6 +7,7 @@ from torch import nn
 
 from headway.checkpoint import CheckpointContents, CheckpointManager
 from headway.checkpoint.ranks import SoloRanks
+from headway.checkpoint.side_copy import SideCopy
 from headway.checkpoint.staging import Stager
 
 pytestmark = pytest.mark.gpu
@@ -101,9 +102,14 @@ def step(contents, before_apply=lambda: None):
     contents.optimizer.zero_grad()
 
 
-def test_training_goes_on_during_the_copy_and_none_of_it_is_in_the_checkpoint(tmp_path):
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_training_goes_on_during_the_copy_and_none_of_it_is_in_the_checkpoint(
+    tmp_path, monkeypatch, share
+):
+    """Whether all of the state, a part or nothing is cloned on the device first."""
     contents = large_contents()
     manager = CheckpointManager(tmp_path)
+    monkeypatch.setattr(SideCopy, "_learn", lambda self: setattr(self, "_share", share))
     manager.reserve(contents)
     for number in range(3):  # the first warms up, all must be right
         torch.cuda.synchronize()
@@ -145,3 +151,16 @@ def test_staging_does_not_wait_for_the_device():
     stager.stage(contents)
     assert not started.query(), "the host got here while the device was still busy"
     torch.cuda.synchronize()
+
+
+def test_clones_are_given_back_when_the_copy_is_through(monkeypatch):
+    contents = large_contents()
+    monkeypatch.setattr(SideCopy, "_learn", lambda self: setattr(self, "_share", 0.0))
+    stager = Stager(SoloRanks())
+    stager.stage(contents).wait()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    staged = stager.stage(contents)
+    assert torch.cuda.memory_allocated() > before + 100 * 2**20
+    staged.wait()
+    assert torch.cuda.memory_allocated() == before
