@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from headway import Trainer, TrainingArguments
 from headway.models import Decoder, DecoderConfig
 from headway.models.kernels.cross_entropy import can_use_kernel, loss_and_grads
 
@@ -77,6 +82,73 @@ def test_compiled_blocks_equal_eager_ones(bias: bool) -> None:
     for name, grad in grads.items():
         difference = (compiled_grads[name] - grad).norm() / grad.norm()
         assert difference < 0.02, (name, difference.item())
+
+
+def kernels_of(run: Callable[[], object]) -> set[str]:
+    """Names of the kernels that ran."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize()
+    return {event.name for event in profile.events()}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_run_has_the_kernels_and_masks_by_block(tmp_path: Path, dynamic: bool) -> None:
+    """Of packed documents, under the trainer, with and without shapes that are known."""
+    config = DecoderConfig(
+        vocab_size=512, hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=256
+    )
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for number in range(96):
+        length = 192 + 64 * (number % 2) * dynamic
+        places = torch.arange(length)
+        documents = places // 50
+        ids = torch.randint(512, (length,), generator=generator)
+        samples.append(
+            {
+                "input_ids": ids,
+                "labels": ids,
+                "document_ids": documents,
+                "position_ids": places - 50 * documents,
+            }
+        )
+
+    def losses_of(attention: str) -> tuple[list[float], Trainer]:
+        trainer = Trainer(
+            args=TrainingArguments(
+                output_dir=str(tmp_path / attention),
+                max_steps=12,
+                per_device_train_batch_size=8,
+                learning_rate=1e-3,
+                logging_steps=1,
+                save_strategy="no",
+                mixed_precision="bf16",
+                torch_compile=True,
+                torch_compile_dynamic=dynamic,
+                seed=0,
+            ),
+            model_init=lambda: Decoder(replace(config, attention=attention)),
+            train_dataset=samples,
+            default_callbacks=False,
+        )
+        trainer.train()
+        return [r["loss"] for r in trainer.state.log_history if "loss" in r], trainer
+
+    dense, _ = losses_of("sdpa")
+    by_block, trainer = losses_of("auto")
+    assert by_block == pytest.approx(dense, rel=5e-3)
+    batch = {name: value[None].cuda() for name, value in samples[0].items()}
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            trainer.model(**batch).loss.backward()
+
+    step()
+    names = " ".join(kernels_of(step))
+    for kernel in ("swiglu_backward_rows", "turn_heads", "cross_entropy_rows", "flex_attention"):
+        assert kernel in names, kernel
 
 
 def test_a_layer_with_a_hook_is_called_by_itself_in_a_compiled_block() -> None:

@@ -62,8 +62,12 @@ def plan_attention(
     document_ids: Tensor | None,
     attention_mask: Tensor | None,
     cached: bool,
+    compiled: bool = False,
 ) -> AttentionPlan:
-    """Decide the mask of one forward pass; the plain causal case builds none."""
+    """Decide the mask of one forward pass; the plain causal case builds none.
+
+    `compiled` says that the blocks are, so that flex attention costs no compilation of its own.
+    """
     if cached and document_ids is not None:
         raise ConfigError("document_ids cannot be combined with a key/value cache")
     num_keys = past_len + seq_len
@@ -77,7 +81,8 @@ def plan_attention(
     window = config.sliding_window
     if window is not None and window >= num_keys:
         window = None
-    if config.attention == "flex" and not cached:
+    has_blocks = document_ids is not None or window is not None
+    if not cached and _takes_flex(config, device, dtype, compiled=compiled and has_blocks):
         return AttentionPlan(
             is_causal=False,
             block_mask=make_block_mask(seq_len, device, window, document_ids, attention_mask),
@@ -96,6 +101,23 @@ def plan_attention(
     # SDPA would turn a boolean mask into this form anew in every layer, and save each for backward.
     mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
     return AttentionPlan(is_causal=False, mask=mask, groups_heads=groups)
+
+
+def _takes_flex(
+    config: DecoderConfig, device: torch.device, dtype: torch.dtype, *, compiled: bool
+) -> bool:
+    if config.attention != "auto":
+        return config.attention == "flex"
+    # Where a dense mask would be of use to nobody: it is slower and grows with the square of the
+    # length. Only what flex is known to be fast at.
+    size = config.head_size
+    return (
+        compiled
+        and device.type == "cuda"
+        and dtype in (torch.float16, torch.bfloat16)
+        and 32 <= size <= 256
+        and size & (size - 1) == 0
+    )
 
 
 def _groups_heads(device: torch.device, dtype: torch.dtype, *, masked: bool) -> bool:

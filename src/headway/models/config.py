@@ -14,7 +14,7 @@ from typing import Any
 from headway.errors import ConfigError, unknown
 
 _CHUNK_LOGITS = 1 << 27
-ATTENTION_KINDS = ("flex", "sdpa")
+ATTENTION_KINDS = ("auto", "flex", "sdpa")
 ROPE_SCALING_KEYS = (
     "factor",
     "high_freq_factor",
@@ -89,8 +89,9 @@ class DecoderConfig:
     dropout: float = 0.0
     """Probability of dropping an element of a block's output before it is added."""
 
-    attention: str = "sdpa"
-    """Attention kernel: 'sdpa' (everywhere) or 'flex' (block-sparse masks; trains on GPUs only)."""
+    attention: str = "auto"
+    """Attention kernel: 'sdpa' (everywhere), 'flex' (block-sparse masks; trains on GPUs only), or
+    'auto': flex for packed documents and windows where blocks are compiled on a GPU, else sdpa."""
 
     loss_chunk_tokens: int | None = None
     """Tokens whose logits exist at one time while the loss is computed; 0 means all of them, None

@@ -109,7 +109,7 @@ def saved_activation_bytes(
     """
     w = _widths(config, dtype_bytes, mixed_precision)
     masked = document_mask or (config.sliding_window or seq_len) < seq_len
-    masked = masked and config.attention == "sdpa"
+    masked = masked and config.attention != "flex"
     tokens = batch_size * seq_len
     if gradient_checkpointing:
         block = w.residual_bytes * w.hidden

@@ -15,6 +15,7 @@ from torch import nn
 
 from headway.args import TrainingArguments
 from headway.errors import ConfigError, check_all
+from headway.models.decoder import DecoderStack
 from headway.models.fused_loss import FusedLoss, FusedLossFactory, find_factory
 from headway.precision import fp8, qat
 from headway.precision.amp import Context, autocast
@@ -128,6 +129,12 @@ def _prepare(
     compiling = CompileOptions.from_args(args)
     if compiling is not None:
         compile_module(module, compiling, is_part=args.strategy_name == "pipeline")
+    # Not with offloaded activations (offload.py), and not where SDPA's kernels are named.
+    takes_flex = not args.enable_activation_offloading and args.sdpa_backend is None
+    for part in module.modules():
+        if isinstance(part, DecoderStack):
+            inductor = compiling is not None and compiling.backend == "inductor"
+            part.is_compiled = inductor and takes_flex
 
 
 def changes(
