@@ -33,7 +33,33 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 
 
+_LONGEST = ("test_docs.py", "faults", "parity", "e2e", "contract", "dist", "browser")
+
+
+def _deal(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Files to each worker in turn, and pages one by one, those that take longest first.
+
+    Workers begin with equal stretches of the list, and one that is done takes from another's end:
+    what takes a minute must not be there.
+    """
+    parts: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        is_page = item.path.name == "test_docs.py"
+        parts.setdefault(item.nodeid if is_page else str(item.path), []).append(item)
+
+    def length(part: list[pytest.Item]) -> int:
+        named = [n for n, name in enumerate(_LONGEST) if name in part[0].path.parts]
+        return named[0] if named else len(_LONGEST)
+
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    hands: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    for part in sorted(parts.values(), key=length):
+        min(hands, key=len).extend(part)
+    return [item for hand in hands for item in hand]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = _deal(items)
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         # Several processes that each import torch: slow to start on a busy machine.
