@@ -19,7 +19,12 @@ from headway.checkpoint.intake import Destination
 from headway.checkpoint.sharding import as_destination
 from headway.checkpoint.tensors import ShardReader
 from headway.errors import nearest
-from headway.models.ties import input_embedding_names, listed_ties, split_ties
+from headway.models.ties import (
+    input_embedding_names,
+    listed_ties,
+    split_ties,
+    tensor_identity,
+)
 
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _EXTRA_STATE = "_extra_state"
@@ -60,6 +65,9 @@ def collect_model(model: nn.Module) -> ModelTensors:
             extra[name] = value
         else:
             by_name[clean_name(name)] = value
+    if len({tensor_identity(tensor) for tensor in by_name.values()}) == len(by_name):
+        # Nothing is tied; what would decide between names takes several looks at all modules.
+        return ModelTensors(by_name, dict(sorted(by_name.items())), {}, extra)
     preferred = input_embedding_names(model)
     if preferred is not None:
         preferred = {clean_name(name) for name in preferred}

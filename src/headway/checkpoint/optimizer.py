@@ -125,7 +125,10 @@ def _split_param(
         tensors[f"{key}.{name}"] = value
         if value.device.type == "cpu" and param.device.type != "cpu":
             on_host.append(key)
-    encoded, contained = split_tree(values, what=f"optimizer state of {name}")
+    encoded: Any = {}
+    contained: dict[str, torch.Tensor] = {}
+    if values:  # rarely, and a GPU may wait while thousands of parameters are gone through
+        encoded, contained = split_tree(values, what=f"optimizer state of {name}")
     if contained:
         raise ConfigError(
             f"optimizer state of {name}: {', '.join(contained)} is a tensor inside a container; "
