@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from headway import Trainer, TrainerCallback, TrainingArguments
+from headway.checkpoint import CheckpointContents, CheckpointManager
 from headway.data import SyntheticDataset
 from headway.models import Decoder, DecoderConfig
 from headway.models.memory import estimate_training_memory
@@ -127,3 +128,27 @@ def test_memory_estimate_is_within_ten_percent(tmp_path, shape, batch, length):
     measured = torch.cuda.max_memory_allocated()
     estimated = estimate_training_memory(config, batch_size=batch, seq_len=length).total_bytes
     assert estimated == pytest.approx(measured, rel=0.10)
+
+
+def test_a_save_that_nobody_expected_holds_the_weights_of_its_step(tmp_path):
+    """Steps that follow wait for its copy, though `save_strategy` is "no"."""
+
+    class Ask(TrainerCallback):
+        weights = None
+
+        def on_step_end(self, state, control, model):
+            if state.global_step == 3:
+                self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+                control.should_save = True
+
+    ask = Ask()
+    trainer = trainer_on_gpu(tmp_path, [ask], max_steps=6)
+    config = DecoderConfig(
+        vocab_size=512, hidden_size=1024, num_layers=8, num_heads=8, max_seq_len=32
+    )
+    trainer.model_init = lambda: Decoder(config)
+    trainer.train()
+    again = Decoder(config).cuda()
+    CheckpointManager(tmp_path).load(CheckpointContents(again), components=["model"])
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, ask.weights[name]), name

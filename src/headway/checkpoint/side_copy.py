@@ -23,8 +23,10 @@ from headway.checkpoint.tensors import num_bytes
 _CAUTION = 0.9
 # Before the first save nothing is known: half.
 _FIRST_SHARE = 0.5
-# Of the device's memory, to be left free by clones.
+# Of the device's memory, to be left free by clones; and of what is free they take half at most.
 _LEFT_FREE = 0.05
+# What torch copies many of at once.
+_FAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def num_copied_in_place(sizes: Sequence[int], share: float, room: int) -> int:
@@ -51,19 +53,34 @@ class SideCopy:
         self._last: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._due: torch.cuda.Event | None = None
         self._share = _FIRST_SHARE
+        self._had_step = False
+        self._stretch_bytes = self._reserved_bytes = 0
 
-    def start(self, pairs: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """Copy from the second of each pair to the first; what is returned waits for the end."""
+    def finish(self) -> None:
+        """Wait until the last copy is through, as before its host memory is used again."""
+        if self._last is not None:
+            self._last[1].synchronize()
+
+    def start(self, pairs: list[tuple[Tensor, Tensor]], host: object) -> Callable[[], None]:
+        """Copy from the second of each pair to the first; what is returned waits for the end.
+
+        `host` owns the memory of the first ones, and is kept until then.
+        """
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         self._learn()
         sizes = [num_bytes(source) for _, source in pairs]
-        in_place = num_copied_in_place(sizes, self._share, _room())
+        # Before the first step nobody knows what it will take: nothing is cloned.
+        share = self._share if self._had_step else 1.0
+        in_place = num_copied_in_place(sizes, share, self._room())
         late = [source for _, source in pairs[in_place:]]
         try:
-            clones = _clone(late)
+            clones = _clone(late, self._stream)
         except torch.OutOfMemoryError:  # what is free may be in pieces
-            in_place, clones = len(pairs), []
+            in_place, clones, late = len(pairs), [], []
+        if late:
+            self._stretch_bytes = packed_bytes(late)
+            self._reserved_bytes = torch.cuda.memory_reserved()
         begun, read, copied = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         # Also orders this stream's events after the copies made on the current one.
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -76,8 +93,8 @@ class SideCopy:
                 copy.copy_(clone, non_blocking=True)
             copied.record(self._stream)
         self._read, self._due, self._last = read, None, (begun, copied)
-        # Sources and clones must outlive the copy: freed memory could be given to another tensor.
-        held: list[object] = [*pairs, *clones]
+        # Must outlive the copy: freed memory could be given to another tensor.
+        held: list[object] = [*pairs, host]
 
         def wait() -> None:
             copied.synchronize()
@@ -87,6 +104,7 @@ class SideCopy:
 
     def wait_before_update(self) -> None:
         """Make the current CUDA stream wait until the live tensors are read, if a copy runs."""
+        self._had_step = True
         read, self._read = self._read, None
         if read is None:
             return
@@ -105,18 +123,34 @@ class SideCopy:
         if took_ms > 0:
             self._share = max(0.0, min(1.0, _CAUTION * until_due_ms / took_ms))
 
+    def _room(self) -> int:
+        """Bytes that clones may take: of what no allocator holds, so that steps keep theirs."""
+        free, total = torch.cuda.mem_get_info()
+        room = int(max(0.0, min(free / 2, free - _LEFT_FREE * total)))
+        # What the last ones took is torch's since, unless it gave memory back.
+        is_kept = torch.cuda.memory_reserved() >= self._reserved_bytes
+        return room + (self._stretch_bytes if is_kept else 0)
 
-def _clone(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies in one stretch of memory: asking the driver for many takes longer than copying."""
+
+def _clone(tensors: list[Tensor], reader: torch.cuda.Stream) -> list[Tensor]:
+    """Copies in one stretch of memory: asking the driver for many takes longer than copying.
+
+    The memory can be let go at once: it is not used again before `reader` is done with it.
+    """
     if not tensors:
         return []
     memory = torch.empty(packed_bytes(tensors), dtype=torch.uint8, device=tensors[0].device)
+    if memory.is_cuda:
+        memory.record_stream(reader)
     clones = cut_up(memory, tensors)
-    torch._foreach_copy_(clones, tensors)
+    alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for clone, tensor in zip(clones, tensors):
+        if tensor.dtype in _FAST_DTYPES and tensor.is_contiguous():
+            to, sources = alike.setdefault(tensor.dtype, ([], []))
+            to.append(clone)
+            sources.append(tensor)
+        else:
+            clone.copy_(tensor)
+    for to, sources in alike.values():
+        torch._foreach_copy_(to, sources)
     return clones
-
-
-def _room() -> int:
-    """Bytes that clones may take: of what no allocator holds, so that steps keep what they need."""
-    free, total = torch.cuda.mem_get_info()
-    return int(max(0.0, free - _LEFT_FREE * total))

@@ -338,6 +338,8 @@ class Stager:
         held = [slots_of[name] for slots_of, name in slots]
         parts = [_part_of(value) for value in held]
         sources = [_values_of(part) for part in parts]
+        # A save that failed has not waited for its copy, which goes to the same host memory.
+        self._side_copy.finish()
         copies = self._make_buffers(sources).take(sources)
         on_side: list[tuple[Tensor, Tensor]] = []
         for (values, name), value, part, source, copy in zip(slots, held, parts, sources, copies):
@@ -349,7 +351,7 @@ class Stager:
             else:
                 copy.copy_(source, non_blocking=source.is_cuda)
         if any(source.is_cuda for source in sources):
-            staged.wait = self._side_copy.start(on_side)
+            staged.wait = self._side_copy.start(on_side, self._buffers)
 
 
 def _part_of(held: Tensor | TensorSlice) -> Tensor | TensorSlice:

@@ -115,8 +115,8 @@ def _takes_flex(
         compiled
         and device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16)
-        and 32 <= size <= 256
-        and size & (size - 1) == 0
+        and size in (32, 64, 128)
+        and torch.cuda.get_device_capability(device) >= (8, 0)
     )
 
 

@@ -32,7 +32,9 @@ def joins(x: Tensor, *layers: nn.Module) -> bool:
 def _is_compiled_here() -> bool:
     """Whether this call becomes part of a graph that is run here, and not exported."""
     # Not `is_exporting()`: in a graph, torch 2.11 takes it for True whatever the graph is for.
-    return torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
+    return torch.compiler.is_compiling() and not getattr(
+        torch.compiler, "_is_exporting_flag", False
+    )
 
 
 def project_joined(x: Tensor, *layers: nn.Module) -> Tensor:

@@ -172,9 +172,13 @@ def step(
     if kernel_step is not None:
         kernel_step.take(found_inf)
         return
-    if found_inf is not None:
-        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    if found_inf is None:
+        optimizer.step()
+        return
+    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     optimizer.step()
+    # Of this step only: who calls `step` of the optimizer itself must not find it.
+    optimizer.found_inf = None  # type: ignore[attr-defined]
 
 
 class _Layout:
@@ -192,8 +196,9 @@ class _Layout:
         self.one, self.zero = torch.ones((), device=device), torch.zeros((), device=device)
 
 
-# The same at every step, unless some parameters have no gradient now and then.
-_layout = functools.lru_cache(maxsize=16)(_Layout)
+# The same at every step, unless some parameters have no gradient now and then; inside the backward
+# pass one for every size of a parameter.
+_layout = functools.lru_cache(maxsize=128)(_Layout)
 
 
 def _send(values: Tensor, device: torch.device) -> Tensor:

@@ -23,7 +23,7 @@ from headway.precision.scaler import LossScale
 from headway.strategies import recompute as recomputation
 from headway.strategies.base import Strategy
 from headway.strategies.blank import build_blank, materialise
-from headway.strategies.compilation import CompileOptions, compile_module
+from headway.strategies.compilation import BLOCKS, CompileOptions, compile_module
 from headway.strategies.forwards import put_back
 from headway.strategies.objective import LossFunction
 from headway.strategies.offload import ActivationOffload, make_offload, refuse_flex_attention
@@ -129,12 +129,25 @@ def _prepare(
     compiling = CompileOptions.from_args(args)
     if compiling is not None:
         compile_module(module, compiling, is_part=args.strategy_name == "pipeline")
-    # Not with offloaded activations (offload.py), and not where SDPA's kernels are named.
-    takes_flex = not args.enable_activation_offloading and args.sdpa_backend is None
     for part in module.modules():
         if isinstance(part, DecoderStack):
-            inductor = compiling is not None and compiling.backend == "inductor"
-            part.is_compiled = inductor and takes_flex
+            part.is_compiled = compiling is not None and _takes_flex(args, compiling)
+
+
+def _takes_flex(args: TrainingArguments, compiling: CompileOptions) -> bool:
+    """Whether compiled blocks may use flex attention unasked.
+
+    Its block masks are made outside of graphs; offloaded activations are refused with it
+    (offload.py), other kernels may have been asked for, and the rest is not known to go with it.
+    """
+    return (
+        compiling.backend == "inductor"
+        and compiling.mode is None
+        and (compiling.scope == BLOCKS or args.strategy_name == "pipeline")
+        and args.sdpa_backend is None
+        and not args.enable_activation_offloading
+        and args.activation_memory_budget is None
+    )
 
 
 def changes(

@@ -160,17 +160,19 @@ class Saver:
             trainer.strategy.unwrap(), loader, trainer.processing_class, trainer._ranks()
         )
 
-    def prepare(self) -> None:
-        """See to it that saves will have room, and let optimizer steps wait for a copy under way.
+    def prepare(self, *, expects_saves: bool) -> None:
+        """Let optimizer steps wait for a copy under way, and see to it that saves will have room.
 
-        The memory itself is brought in after the first step (`stager.make_ready`): that takes
+        A save may come that nobody expected: a signal, a command or a callback asks for it. The
+        memory itself is brought in after the first step (`stager.make_ready`): that takes
         seconds, for which nobody has to wait.
         """
         strategy = self._trainer.strategy
         assert strategy is not None
-        self.manager.reserve(self._contents(), ready=False)
         if strategy.device.type == "cuda":
             strategy.before_apply = self.manager.wait_before_update
+        if expects_saves:
+            self.manager.reserve(self._contents(), ready=False)
 
     def _contents(self) -> CheckpointContents:
         trainer = self._trainer

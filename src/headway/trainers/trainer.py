@@ -384,8 +384,7 @@ class Trainer(
         loop = self._loop = TrainingLoop(parts, signals)
         self.model.train()
         start = RunStart.now(self.state)
-        if plan.save_trigger.active or checkpointed:
-            saver.prepare()
+        saver.prepare(expects_saves=plan.save_trigger.active or checkpointed)
         self.bookkeeping.open()
         self.timing.doing = None
         try:

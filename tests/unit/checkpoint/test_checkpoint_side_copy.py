@@ -1,5 +1,6 @@
 """What an optimizer step waits for while the state is copied; the device only takes notes."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +32,7 @@ class Notes(list):
 
     def __init__(self, monkeypatch, *, free=1000, copy_ms=10.0, due_ms=5.0):
         super().__init__()
-        self.copy_ms, self.due_ms, self.fails = copy_ms, due_ms, False
+        self.copy_ms, self.due_ms, self.fails, self.reserved = copy_ms, due_ms, False, 0
         current = SimpleNamespace(wait_event=lambda event: self.append(("wait", event.name)))
         side = SimpleNamespace(wait_stream=lambda stream: self.append("side waits for main"))
         names = iter(["begun", "read", "copied", "due"] * 9)
@@ -69,11 +70,12 @@ class Notes(list):
             "current_stream": lambda: current,
             "stream": OnSide,
             "mem_get_info": lambda: (free, 1000),
+            "memory_reserved": lambda: self.reserved,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(side_copy, "_clone", self.clone)
 
-    def clone(self, tensors):
+    def clone(self, tensors, reader):
         if self.fails:
             raise torch.OutOfMemoryError
         self.extend(("clone", tensor.name) for tensor in tensors)
@@ -81,6 +83,12 @@ class Notes(list):
 
     def pairs(self, *names):
         return [(Noted(self, "host"), Noted(self, name)) for name in names]
+
+
+def after_a_step():
+    copy = SideCopy()
+    copy.wait_before_update()
+    return copy
 
 
 class Noted:
@@ -101,8 +109,8 @@ class Noted:
 
 
 def test_the_update_waits_for_live_tensors_and_not_for_clones(monkeypatch):
-    notes, copy = Notes(monkeypatch), SideCopy()
-    wait = copy.start(notes.pairs("a", "b", "c"))
+    notes, copy = Notes(monkeypatch), after_a_step()
+    wait = copy.start(notes.pairs("a", "b", "c"), None)
     copy.wait_before_update()
     copy.wait_before_update()  # of the next step: nothing to wait for
     wait()
@@ -124,19 +132,19 @@ def test_the_update_waits_for_live_tensors_and_not_for_clones(monkeypatch):
 
 @pytest.mark.parametrize(("due_ms", "clones"), [(5.0, 6), (0.0, 10), (12.0, 0)])
 def test_the_next_save_clones_what_was_late_in_this_one(monkeypatch, due_ms, clones):
-    notes, copy = Notes(monkeypatch, due_ms=due_ms), SideCopy()
-    copy.start(notes.pairs(*"abcdefghij"))()
+    notes, copy = Notes(monkeypatch, due_ms=due_ms), after_a_step()
+    copy.start(notes.pairs(*"abcdefghij"), None)()
     copy.wait_before_update()
     notes.clear()
-    copy.start(notes.pairs(*"abcdefghij"))()
+    copy.start(notes.pairs(*"abcdefghij"), None)()
     assert sum(note[0] == "clone" for note in notes) == clones
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_without_memory_for_clones_the_update_waits_for_all_of_it(monkeypatch, fails):
-    notes, copy = Notes(monkeypatch, free=1000 if fails else 55), SideCopy()
+    notes, copy = Notes(monkeypatch, free=1000 if fails else 55), after_a_step()
     notes.fails = fails
-    copy.start(notes.pairs("a", "b"))
+    copy.start(notes.pairs("a", "b"), None)
     copy.wait_before_update()
     assert [note for note in notes if note[0] in ("clone", "copy", "record", "wait")] == [
         ("record", "begun"),
@@ -154,19 +162,59 @@ def test_clones_share_one_stretch_of_memory():
         torch.arange(5),
         torch.ones(3, 4).t(),
         torch.tensor(True),
+        torch.randn(4, 4).to(torch.float8_e5m2),
         torch.zeros(0, 7, dtype=torch.bfloat16),
         torch.randn(2, 3, 2, dtype=torch.bfloat16),
     ]
-    clones = side_copy._clone(tensors)
+    clones = side_copy._clone(tensors, None)
     assert len({clone.untyped_storage().data_ptr() for clone in clones}) == 1
     for tensor, clone in zip(tensors, clones, strict=True):
-        assert torch.equal(tensor, clone) and clone.is_contiguous()
+        assert torch.equal(tensor.float(), clone.float()) and clone.is_contiguous()
         assert clone.dtype == tensor.dtype
-    assert side_copy._clone([]) == []
+    assert side_copy._clone([], None) == []
 
 
-def test_room_leaves_a_part_of_the_device_free(monkeypatch):
-    Notes(monkeypatch, free=60)
-    assert side_copy._room() == 10
-    Notes(monkeypatch, free=40)
-    assert side_copy._room() == 0
+def test_before_the_first_step_nothing_is_cloned(monkeypatch):
+    """What a forward will take is not known, and clones would be in its way."""
+    notes, copy = Notes(monkeypatch), SideCopy()
+    copy.start(notes.pairs("a", "b"), None)
+    assert not any(note[0] == "clone" for note in notes)
+
+
+def test_the_next_copy_waits_for_one_that_nobody_waited_for(monkeypatch):
+    notes, copy = Notes(monkeypatch), SideCopy()
+    copy.finish()
+    assert notes == []
+    copy.start(notes.pairs("a"), None)
+    copy.finish()
+    assert notes[-1] == "synchronize"
+
+
+def test_host_memory_is_kept_until_the_copy_is_through(monkeypatch):
+    notes, copy = Notes(monkeypatch), SideCopy()
+
+    class Memory:
+        pass
+
+    memory = Memory()
+    seen = weakref.ref(memory)
+    wait = copy.start(notes.pairs("a"), memory)
+    del memory
+    assert seen() is not None
+    wait()
+    assert seen() is None
+
+
+def test_clones_take_half_of_what_is_free_and_leave_a_part(monkeypatch):
+    for free, room in ((600, 300), (60, 10), (40, 0)):
+        Notes(monkeypatch, free=free)
+        assert SideCopy()._room() == room
+
+
+def test_what_earlier_clones_took_can_be_had_again(monkeypatch):
+    notes, copy = Notes(monkeypatch, free=60), after_a_step()
+    notes.reserved = 500
+    copy.start(notes.pairs("a", "b"), None)
+    assert copy._room() == 10 + 16  # a clone, with room to the next boundary
+    notes.reserved = 400
+    assert copy._room() == 10
