@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -80,7 +80,9 @@ class Job:
     def end(self) -> None:
         for rank, pid in enumerate(self.pids):
             if rank not in self.codes:
-                os.kill(pid, signal.SIGKILL)
+                # It may have ended by itself just now, and its line not be read yet.
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         for rank in range(len(self.pids)):
             self.wait(rank)
 

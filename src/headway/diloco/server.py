@@ -116,6 +116,7 @@ class DiLoCoServer(GuardedServer):
         self._changed: asyncio.Event | None = None
         self._wake: asyncio.Event | None = None
         self._rounds: asyncio.Task[None] | None = None
+        self._applying: asyncio.Task[None] | None = None
         self.started_at = time.monotonic()
         self.add_beginning(self._begin)
         self.add_ending(self._end)
@@ -178,6 +179,8 @@ class DiLoCoServer(GuardedServer):
         if self._rounds is not None:
             self._rounds.cancel()
             await asyncio.gather(self._rounds, return_exceptions=True)
+        if self._applying is not None:
+            await asyncio.gather(self._applying, return_exceptions=True)
 
     def _make_guard(self) -> Guard:
         loopback = is_loopback(self.host)
@@ -201,7 +204,9 @@ class DiLoCoServer(GuardedServer):
                 for worker_id in self.core.book.evict(time.monotonic()):
                     logger.warning("worker %s was not heard of any more and is let go", worker_id)
                 while due := self.core.book.due(time.monotonic()):
-                    await self._apply(due[0])
+                    # An end does not cut it off: what is committed is also known here.
+                    self._applying = asyncio.create_task(self._apply(due[0]))
+                    await asyncio.shield(self._applying)
             except Exception:
                 logger.exception("the rounds of the DiLoCo server failed; they are tried again")
                 await asyncio.sleep(_RETRY_S)
