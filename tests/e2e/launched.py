@@ -13,6 +13,27 @@ from pathlib import Path
 PROGRAM = str(Path(sys.executable).with_name("headway"))
 TRAIN = (PROGRAM, "train", "run.yaml")
 
+# For the modules of callbacks that tests write.
+HOLD = '''\
+import os, select, sys
+
+def hold():
+    """Say so, and wait until somebody writes to the gate."""
+    print("holding", file=sys.stderr, flush=True)
+    # Not a blocking open: a signal that comes right before one is noticed only after it.
+    gate, said = os.open("gate", os.O_RDONLY | os.O_NONBLOCK), b""
+    while True:
+        if select.select([gate], [], [], 0.05)[0]:
+            try:
+                part = os.read(gate, 100)
+            except BlockingIOError:
+                continue
+            if said and not part:
+                break
+            said += part
+    os.close(gate)
+'''
+
 
 @contextmanager
 def started(

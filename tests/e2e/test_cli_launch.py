@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import PROGRAM, TRAIN, checkpoints, errors, losses, started, wait_for
+from launched import HOLD, PROGRAM, TRAIN, checkpoints, errors, losses, started, wait_for
 
 from headway.cli.main import main
 from headway.dist.processes import ProcessIdentity, identify, look_at
@@ -32,8 +32,10 @@ args: {output_dir: out, seed: 1, use_cpu: true, max_steps: 8, logging_steps: 1,
 LIMIT_S = 15.0
 
 # Every rank notes its process; one of them does something at a step.
-DEEDS = """\
-import os, signal, sys, time
+DEEDS = (
+    HOLD
+    + """
+import signal, time
 from headway import TrainerCallback
 from headway.errors import ConfigError
 
@@ -48,14 +50,12 @@ class Note(TrainerCallback):
 class Hold(TrainerCallback):
     def on_step_end(self, state):
         if state.global_step == 2 and RANK == "0":
-            print("holding", file=sys.stderr, flush=True)
-            open("gate").read()
+            hold()
 
 class HoldTwice(TrainerCallback):
     def on_step_end(self, state):
         if state.global_step in (2, 4) and RANK == "0":
-            print("holding", file=sys.stderr, flush=True)
-            open("gate").read()
+            hold()
 
 class _Deed(TrainerCallback):
     def on_step_end(self, state):
@@ -89,6 +89,7 @@ class Misplace(_Deed):
     def act(self):
         open("only/elsewhere.bin")
 """
+)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from launched import TRAIN, checkpoints, started, wait_for
+from launched import HOLD, TRAIN, checkpoints, started, wait_for
 
 RUN = """\
 model: {vocab_size: 258, hidden_size: 16, num_layers: 1, num_heads: 2, max_seq_len: 32}
@@ -23,14 +23,11 @@ args: {output_dir: out, seed: 1, use_cpu: true, max_steps: 1000000, logging_step
 """
 
 # Each says where it is and waits for the gate to open, so that a signal falls into that phase.
-HOLD = """\
-import sys
+HOLDING = (
+    HOLD
+    + """
 from headway import TrainerCallback
 from headway.data import SyntheticDataset
-
-def hold():
-    print("holding", file=sys.stderr, flush=True)
-    open("gate").read()
 
 class Hold(TrainerCallback):
     def on_step_end(self, args, state, control):
@@ -93,12 +90,13 @@ class Broken(TrainerCallback):
         if state.global_step == 3:
             raise RuntimeError("the third step is followed by trouble")
 """
+)
 
 
 @contextmanager
 def training(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
     (folder / "run.yaml").write_text(RUN)
-    (folder / "hold.py").write_text(HOLD)
+    (folder / "hold.py").write_text(HOLDING)
     with started(*TRAIN, *words, cwd=folder, ask=False) as process:
         yield process
 

@@ -178,9 +178,8 @@ class DiLoCoServer(GuardedServer):
     async def _end(self) -> None:
         if self._rounds is not None:
             self._rounds.cancel()
-            await asyncio.gather(self._rounds, return_exceptions=True)
-        if self._applying is not None:
-            await asyncio.gather(self._applying, return_exceptions=True)
+        tasks = [task for task in (self._rounds, self._applying) if task is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _make_guard(self) -> Guard:
         loopback = is_loopback(self.host)
@@ -204,9 +203,8 @@ class DiLoCoServer(GuardedServer):
                 for worker_id in self.core.book.evict(time.monotonic()):
                     logger.warning("worker %s was not heard of any more and is let go", worker_id)
                 while due := self.core.book.due(time.monotonic()):
-                    # An end does not cut it off: what is committed is also known here.
                     self._applying = asyncio.create_task(self._apply(due[0]))
-                    await asyncio.shield(self._applying)
+                    await asyncio.shield(self._applying)  # also by an end: it waits for it
             except Exception:
                 logger.exception("the rounds of the DiLoCo server failed; they are tried again")
                 await asyncio.sleep(_RETRY_S)
@@ -228,12 +226,11 @@ class DiLoCoServer(GuardedServer):
                 logger.error("what %s has sent is gone from the disk; it sends it again", worker)
             self._tell()
             return
-        now = time.monotonic()
         if done is None:
             logger.error("round %s would leave no numbers; it begins anew", job.round_id)
             core.give_up_round(job)
         else:
-            core.finish_round(job, done, now, now - began)
+            core.finish_round(job, done, now := time.monotonic(), now - began)
         self._tell()
 
     async def _in(self, pool: ThreadPoolExecutor | None, work: Callable[..., Any], *a: Any) -> Any:
