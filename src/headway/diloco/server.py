@@ -214,8 +214,7 @@ class DiLoCoServer(GuardedServer):
             self._wake.clear()
 
     async def _apply(self, fragment: int) -> None:
-        core, began = self.core, time.monotonic()
-        job = core.start_round(fragment)
+        core, began, job = self.core, time.monotonic(), self.core.start_round(fragment)
         try:
             done = await self._in(self._heavy, core.carry_out, job)
         except Exception as error:  # a round that stayed closed would hold all workers for ever
