@@ -229,7 +229,7 @@ class DiLoCoServer(GuardedServer):
             logger.error("round %s would leave no numbers; it begins anew", job.round_id)
             core.give_up_round(job)
         else:
-            core.finish_round(job, done, now := time.monotonic(), now - began)
+            core.finish_round(job, done, time.monotonic(), time.monotonic() - began)
         self._tell()
 
     async def _in(self, pool: ThreadPoolExecutor | None, work: Callable[..., Any], *a: Any) -> Any:

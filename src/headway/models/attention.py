@@ -62,11 +62,11 @@ def plan_attention(
     document_ids: Tensor | None,
     attention_mask: Tensor | None,
     cached: bool,
-    compiled: bool = False,
+    prefers_flex: bool = False,
 ) -> AttentionPlan:
     """Decide the mask of one forward pass; the plain causal case builds none.
 
-    `compiled` says that the blocks are, so that flex attention costs no compilation of its own.
+    `prefers_flex`: the blocks are compiled, so that flex attention costs no compilation of its own.
     """
     if cached and document_ids is not None:
         raise ConfigError("document_ids cannot be combined with a key/value cache")
@@ -82,7 +82,7 @@ def plan_attention(
     if window is not None and window >= num_keys:
         window = None
     has_blocks = document_ids is not None or window is not None
-    if not cached and _takes_flex(config, device, dtype, compiled=compiled and has_blocks):
+    if not cached and _takes_flex(config, device, dtype, preferred=prefers_flex and has_blocks):
         return AttentionPlan(
             is_causal=False,
             block_mask=make_block_mask(seq_len, device, window, document_ids, attention_mask),
@@ -104,7 +104,7 @@ def plan_attention(
 
 
 def _takes_flex(
-    config: DecoderConfig, device: torch.device, dtype: torch.dtype, *, compiled: bool
+    config: DecoderConfig, device: torch.device, dtype: torch.dtype, *, preferred: bool
 ) -> bool:
     if config.attention != "auto":
         return config.attention == "flex"
@@ -112,7 +112,7 @@ def _takes_flex(
     # length. Only what flex is known to be fast at.
     size = config.head_size
     return (
-        compiled
+        preferred
         and device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16)
         and size in (32, 64, 128)

@@ -118,8 +118,8 @@ class DecoderStack(nn.Module):
         super().__init__()
         self.config = config
         self.checkpointing: dict[str, Any] | None = None
-        self.is_compiled = False
-        """Set by whoever compiles the blocks with a compiler that knows flex attention."""
+        self.prefers_flex = False
+        """Set by whoever compiles the blocks, where flex attention goes with the rest."""
         self.embed_tokens: nn.Embedding = nn.utils.skip_init(
             nn.Embedding,
             config.vocab_size,
@@ -154,7 +154,7 @@ class DecoderStack(nn.Module):
             document_ids=document_ids,
             attention_mask=attention_mask,
             cached=cache is not None,
-            compiled=self.is_compiled,
+            prefers_flex=self.prefers_flex,
         )
         rope = self.rotary_emb(seq_len, past_len, position_ids, dtype)
         recompute = self.checkpointing is not None and self.training and torch.is_grad_enabled()

@@ -1,7 +1,8 @@
 """A step of torch's fused AdamW in one pass over memory, clipping included.
 
-Owns: `KernelStep`, which steps for a `torch.optim.AdamW` where its kernel fits. Does not own: the
-optimizer, which stays torch's with its state and settings; the clipping factor (strategies).
+Owns: `KernelStep`, which steps for a `torch.optim.AdamW` where its kernel fits, and `step`, which
+asks whether it does. Does not own: the optimizer, which stays torch's with its state and settings;
+the clipping factor (strategies).
 
 torch's own kernel reaches about two thirds of the memory's speed, and clipping reads and writes
 all gradients once more before it.

@@ -131,7 +131,7 @@ def _prepare(
         compile_module(module, compiling, is_part=args.strategy_name == "pipeline")
     for part in module.modules():
         if isinstance(part, DecoderStack):
-            part.is_compiled = compiling is not None and _takes_flex(args, compiling)
+            part.prefers_flex = compiling is not None and _takes_flex(args, compiling)
 
 
 def _takes_flex(args: TrainingArguments, compiling: CompileOptions) -> bool:
