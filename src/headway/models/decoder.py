@@ -20,6 +20,7 @@ from headway.errors import ConfigError, unknown
 from headway.models.attention import Attention, AttentionPlan, new_linear, plan_attention
 from headway.models.cache import KVCache
 from headway.models.config import DecoderConfig, check_fields
+from headway.models.fp8_mlp import fits, fp8_gated_mlp, settings_of
 from headway.models.kernels.swiglu import gated_down
 from headway.models.loss import (
     IGNORED_LABEL,
@@ -82,6 +83,14 @@ class GatedMLP(nn.Module):
         if joins(x, *layers) and self.down_proj.bias is None:
             joined = project_joined(x, self.gate_proj, self.up_proj)
             return gated_down(joined, self.down_proj.weight)
+        if fits(x, *layers):
+            return fp8_gated_mlp(
+                x,
+                self.gate_proj.weight,
+                self.up_proj.weight,
+                self.down_proj.weight,
+                settings_of(self.gate_proj),
+            )
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 

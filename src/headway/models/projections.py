@@ -22,14 +22,14 @@ def joins(x: Tensor, *layers: nn.Module) -> bool:
         HAS_TRITON
         and x.is_cuda
         and x.dtype != torch.float64
-        and _is_compiled_here()
+        and is_compiled_here()
         and all(map(_is_plain, layers))
         and all(layer.weight.dtype in (x.dtype, torch.float32) for layer in layers)
         and len({layer.bias is None for layer in layers}) == 1
     )
 
 
-def _is_compiled_here() -> bool:
+def is_compiled_here() -> bool:
     """Whether this call becomes part of a graph that is run here, and not exported."""
     # Not `is_exporting()`: in a graph, torch 2.11 takes it for True whatever the graph is for.
     return torch.compiler.is_compiling() and not getattr(
@@ -45,10 +45,13 @@ def project_joined(x: Tensor, *layers: nn.Module) -> Tensor:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """A linear layer that does nothing beside, as adapters, hooks and quantized weights do."""
+    return type(layer) is nn.Linear and does_no_more(layer)
+
+
+def does_no_more(layer: nn.Module) -> bool:
+    """Nothing beside what its class does, as adapters, hooks and quantized weights would."""
     return (
-        type(layer) is nn.Linear
-        and type(layer.weight) is nn.Parameter
+        type(layer.weight) is nn.Parameter
         and "forward" not in layer.__dict__
         and not layer._forward_hooks
         and not layer._forward_pre_hooks

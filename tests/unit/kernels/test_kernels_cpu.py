@@ -51,7 +51,7 @@ def test_interpreted_kernels_compute_what_the_plain_forms_do(environ: dict[str, 
         if Version(installed) < Version("3.7"):
             pytest.skip(f"the interpreter of Triton {installed} fails with numpy since 2.4")
     environ = {**environ, "TRITON_INTERPRET": "1"}
-    run_tests(environ, "interpreted_models.py", "interpreted_adamw.py")
+    run_tests(environ, "interpreted_models.py", "interpreted_adamw.py", "interpreted_swiglu_fp8.py")
 
 
 @pytest.mark.timeout(400)
@@ -59,4 +59,4 @@ def test_kernels_compile_for_gpus_that_are_not_here(
     environ: dict[str, str], tmp_path: Path
 ) -> None:
     environ = {**environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    run_tests(environ, "compiled.py")
+    run_tests(environ, "compiled.py", "compiled_swiglu_fp8.py")
