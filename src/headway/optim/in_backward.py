@@ -10,13 +10,16 @@ in its place, with the same state, over one parameter at a time.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from headway.errors import ConfigError
 from headway.optim.adamw_step import step
@@ -29,7 +32,8 @@ class BackwardSteps:
     """Updates the parameters of an optimizer while gradients are made.
 
     Parameters that are `later` wait for `finish`: their gradient is not whole when the backward
-    pass has made it. `reading_waits` says that a look at a value waits for the device.
+    pass has made it. `reading_waits` says that a look at a value waits for the device. The hooks
+    go with this object.
     """
 
     def __init__(
@@ -43,24 +47,32 @@ class BackwardSteps:
         self._checked: set[int] = set()
         self._scratches: dict[int, Optimizer] = {}
         self._places: dict[int, tuple[int, int]] = {}
-        self._handles = []
+        handles: list[RemovableHandle] = []
         waiting = {id(param) for param in later}
+        hook = _weak_hook(self)
         for number, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
                 self._places[id(param)] = (number, index)
                 if param.requires_grad and id(param) not in waiting:
-                    handle = param.register_post_accumulate_grad_hook(self._on_gradient)
-                    self._handles.append(handle)
+                    handles.append(param.register_post_accumulate_grad_hook(hook))
+        self._take_off = weakref.finalize(self, _remove, handles)
+        self._take_off.atexit = False
 
-    def begin(self, loss: Tensor | None, before: Callable[[], None] | None) -> None:
-        """A backward pass comes; nothing is updated if `loss` is not finite.
+    @contextmanager
+    def during(self, loss: Tensor | None, before: Callable[[], None] | None) -> Iterator[None]:
+        """Around the backward pass of a step; nothing is updated if `loss` is not finite.
 
-        `before` is called at once, since the first update is not far.
+        `before` is called at once, since the first update is not far. Also after a pass that fails,
+        the next one of somebody else updates nothing.
         """
         if before is not None:
             before()
         self.norms.clear()
         self._loss, self._active = loss, True
+        try:
+            yield
+        finally:
+            self._active = False
 
     def finish(self) -> None:
         """Update what the hooks did not, and close the step."""
@@ -68,7 +80,7 @@ class BackwardSteps:
             for param in group["params"]:
                 if param.grad is not None:
                     self._update(param)
-        self._loss, self._active = None, False
+        self._loss = None
         # torch's schedulers look for it, to warn of a step of theirs that came too early.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -84,9 +96,7 @@ class BackwardSteps:
 
     def close(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._take_off()
 
     def _on_gradient(self, param: Tensor) -> None:
         if not self._active:  # a backward pass of somebody else
@@ -152,6 +162,24 @@ class BackwardSteps:
                 f"each parameter on its own, such as AdamW, or switch {_OPTION} off"
             )
         self._checked.add(number)
+
+
+def _weak_hook(steps: BackwardSteps) -> Callable[[Tensor], None]:
+    # Python's collector does not look into these hooks: one that held the optimizer, and so the
+    # parameters that hold the hook, would keep all of them for ever.
+    found = weakref.ref(steps)
+
+    def on_gradient(param: Tensor) -> None:
+        own = found()
+        if own is not None:
+            own._on_gradient(param)
+
+    return on_gradient
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _numbers(optimizer: Optimizer) -> dict[str, Any]:

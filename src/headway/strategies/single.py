@@ -76,9 +76,11 @@ class SingleDevice(Strategy):
             batch = move_batch(batch, self.device) if self._moves else batch
             with self.train_context():
                 loss = objective.loss(model, batch, num_targets, own)
-            if self._steps is not None:
-                self._steps.begin(loss.detach(), self.before_apply)
-            backward(loss, self.loss_scale)
+            if self._steps is None:
+                backward(loss, self.loss_scale)
+            else:
+                with self._steps.during(loss.detach(), self.before_apply):
+                    backward(loss, self.loss_scale)
             loss = loss.detach()
             total = loss if total is None else total + loss
             notify("on_forward_backward_end")

@@ -237,8 +237,8 @@ def test_the_flag_of_fused_kernels_withholds_as_well():
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     steps = BackwardSteps(optimizer, reading_waits=True)
     for factor in (torch.nan, 1.0):
-        steps.begin(None, None)
-        (weight * factor).sum().backward()
+        with steps.during(None, None):
+            (weight * factor).sum().backward()
         steps.finish()
         assert torch.equal(weight, torch.ones(3)) == (factor != factor)
 
@@ -249,8 +249,8 @@ def test_a_backward_pass_of_somebody_else_updates_nothing():
     weight.sum().backward()
     assert torch.equal(weight, torch.ones(3)) and weight.grad is not None
     weight.grad = None
-    steps.begin(None, None)
-    weight.sum().backward()
+    with steps.during(None, None):
+        weight.sum().backward()
     steps.finish()
     assert torch.equal(weight, torch.zeros(3))
 
@@ -288,8 +288,8 @@ def test_a_gradient_in_two_parts_is_refused():
     model = Twice()
     args = TrainingArguments(use_cpu=True)
     steps = BackwardSteps(build_optimizer(model, args), reading_waits=False)
-    steps.begin(None, None)
-    with pytest.raises(ConfigError, match=r"layer\.(weight|bias) came in two parts.*reentrant"):
+    refused = pytest.raises(ConfigError, match=r"layer\.(weight|bias) came in two parts.*reentrant")
+    with refused, steps.during(None, None):
         model(torch.ones(1, 2)).sum().backward()
 
 
@@ -305,6 +305,6 @@ class Counting(torch.optim.SGD):
 def test_an_optimizer_that_counts_for_all_parameters_together_is_refused():
     weight = nn.Parameter(torch.ones(3))
     steps = BackwardSteps(Counting([weight], lr=1.0), reading_waits=False)
-    steps.begin(None, None)
-    with pytest.raises(ConfigError, match="cannot be used with Counting, which keeps k"):
+    refused = pytest.raises(ConfigError, match="cannot be used with Counting, which keeps k")
+    with refused, steps.during(None, None):
         weight.sum().backward()

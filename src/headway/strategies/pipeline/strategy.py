@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -250,11 +251,12 @@ class PipelineStrategy(RankedStrategy):
         num_real = len(window.micro_batches) - window.num_fillers
         if self._steps is not None:
             check_whole(window)
-            # A loss that is not finite makes its gradients so, on every stage.
-            self._steps.begin(None, self.before_apply)
         for number, batch in enumerate(window.micro_batches):
             notify("on_forward_backward_begin")
-            share = self._step(batch, objective, num_targets, counts=number < num_real)
+            # A loss that is not finite makes its gradients so, on every stage.
+            during = self._steps.during(None, self.before_apply) if self._steps else nullcontext()
+            with during:
+                share = self._step(batch, objective, num_targets, counts=number < num_real)
             if share is not None:
                 total += share
             notify("on_forward_backward_end")
