@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,53 +95,58 @@ def kernels_of(run: Callable[[], object]) -> set[str]:
     return {event.name for event in profile.events()}
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_compiled_run_has_the_kernels_and_masks_by_block(tmp_path: Path, dynamic: bool) -> None:
-    """Of packed documents, under the trainer, with and without shapes that are known."""
-    config = DecoderConfig(
-        vocab_size=512, hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=256
-    )
+PACKED = DecoderConfig(
+    vocab_size=512, hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=256
+)
+
+
+def packed_samples(*, ragged: bool = False) -> list[dict[str, torch.Tensor]]:
+    """Documents of 50 tokens, one after the other."""
     generator = torch.Generator().manual_seed(0)
     samples = []
     for number in range(96):
-        length = 192 + 64 * (number % 2) * dynamic
-        places = torch.arange(length)
+        places = torch.arange(192 + 64 * (number % 2) * ragged)
         documents = places // 50
-        ids = torch.randint(512, (length,), generator=generator)
-        samples.append(
-            {
-                "input_ids": ids,
-                "labels": ids,
-                "document_ids": documents,
-                "position_ids": places - 50 * documents,
-            }
-        )
+        ids = torch.randint(512, places.shape, generator=generator)
+        positions = places - 50 * documents
+        sample = {"input_ids": ids, "document_ids": documents, "position_ids": positions}
+        samples.append({**sample, "labels": ids})
+    return samples
 
-    def losses_of(attention: str) -> tuple[list[float], Trainer]:
-        trainer = Trainer(
-            args=TrainingArguments(
-                output_dir=str(tmp_path / attention),
-                max_steps=12,
-                per_device_train_batch_size=8,
-                learning_rate=1e-3,
-                logging_steps=1,
-                save_strategy="no",
-                mixed_precision="bf16",
-                torch_compile=True,
-                torch_compile_dynamic=dynamic,
-                seed=0,
-            ),
-            model_init=lambda: Decoder(replace(config, attention=attention)),
-            train_dataset=samples,
-            default_callbacks=False,
-        )
-        trainer.train()
-        return [r["loss"] for r in trainer.state.log_history if "loss" in r], trainer
 
-    dense, _ = losses_of("sdpa")
-    by_block, trainer = losses_of("auto")
+def train_packed(
+    folder: Path, *, attention: str = "auto", ragged: bool = False, **options: Any
+) -> tuple[list[float], Trainer]:
+    """The losses of a few compiled steps on packed documents."""
+    trainer = Trainer(
+        args=TrainingArguments(
+            output_dir=str(folder),
+            max_steps=12,
+            per_device_train_batch_size=8,
+            learning_rate=1e-3,
+            logging_steps=1,
+            save_strategy="no",
+            mixed_precision="bf16",
+            torch_compile=True,
+            torch_compile_dynamic=ragged,
+            seed=0,
+            **options,
+        ),
+        model_init=lambda: Decoder(replace(PACKED, attention=attention)),
+        train_dataset=packed_samples(ragged=ragged),
+        default_callbacks=False,
+    )
+    trainer.train()
+    return [r["loss"] for r in trainer.state.log_history if "loss" in r], trainer
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_compiled_run_has_the_kernels_and_masks_by_block(tmp_path: Path, ragged: bool) -> None:
+    """Of packed documents, under the trainer, with and without shapes that are known."""
+    dense, _ = train_packed(tmp_path / "dense", attention="sdpa", ragged=ragged)
+    by_block, trainer = train_packed(tmp_path / "by_block", ragged=ragged)
     assert by_block == pytest.approx(dense, rel=5e-3)
-    batch = {name: value[None].cuda() for name, value in samples[0].items()}
+    batch = {name: value[None].cuda() for name, value in packed_samples()[0].items()}
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16):
@@ -149,6 +156,46 @@ def test_a_compiled_run_has_the_kernels_and_masks_by_block(tmp_path: Path, dynam
     names = " ".join(kernels_of(step))
     for kernel in ("swiglu_backward_rows", "turn_heads", "cross_entropy_rows", "flex_attention"):
         assert kernel in names, kernel
+
+
+RECOMPUTED = {"gradient_checkpointing": True}
+OTHER_OPTIONS: dict[str, dict[str, Any]] = {
+    "blocks recomputed": RECOMPUTED,
+    "recomputed in part": {**RECOMPUTED, "gradient_checkpointing_policy": "selective"},
+    "every second block": {**RECOMPUTED, "gradient_checkpointing_policy": "every_2"},
+    "a budget": {"activation_memory_budget": 0.5},
+    "compiled as a whole": {"torch_compile_scope": "model"},
+    "updated in the backward pass": {"fuse_optim_with_backward": True},
+    "offloaded": {"enable_activation_offloading": True},
+}
+
+
+@pytest.fixture(scope="module")
+def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], list[float]]:
+    @functools.cache
+    def losses_of(recipe: str | None) -> list[float]:
+        folder = tmp_path_factory.mktemp("plain")
+        return train_packed(folder, fp8_recipe=recipe, max_grad_norm=0.0)[0]
+
+    return losses_of
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+@pytest.mark.parametrize("other", OTHER_OPTIONS)
+def test_fast_paths_go_with_other_options(
+    other: str,
+    recipe: str | None,
+    tmp_path: Path,
+    plain_losses: Callable[[str | None], list[float]],
+) -> None:
+    """Which change where things are computed and kept, and not what comes out."""
+    if recipe is not None:
+        pytest.importorskip("torchao")
+        if torch.cuda.get_device_capability() < (8, 9):
+            pytest.skip("needs compute capability 8.9")
+    options = {**OTHER_OPTIONS[other], "fp8_recipe": recipe, "max_grad_norm": 0.0}
+    found, _ = train_packed(tmp_path, **options)
+    assert found == pytest.approx(plain_losses(recipe), rel=5e-3 if recipe is None else 2e-2)
 
 
 def test_a_layer_with_a_hook_is_called_by_itself_in_a_compiled_block() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 
 pytest.importorskip("torchao")
 
@@ -82,6 +83,33 @@ def test_compiled_blocks_train_alike(recipe, tmp_path):
     # A compiler rounds to eight bits elsewhere, and a step that climbs does so by another amount.
     assert compiled == pytest.approx(eager, rel=0.1)
     assert compiled[:2] == pytest.approx(eager[:2], rel=0.01)
+
+
+@needs_fp8
+@pytest.mark.parametrize("recipe", fp8.RECIPES)
+@pytest.mark.parametrize("shape", [(256, 768, 512), (2048, 8192, 4096)], ids=["small", "large"])
+def test_compiled_layers_compute_what_eager_ones_do(recipe, shape, monkeypatch):
+    """Told to round where the others do, the compiler has to agree; bytes it turns, too."""
+    width, ffn, num_tokens = shape
+    monkeypatch.setattr(torch._inductor.config, "emulate_precision_casts", True)
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(width, ffn, bias=False), torch.nn.Linear(ffn, width, bias=False)]
+    model = torch.nn.Sequential(layers[0], torch.nn.SiLU(), layers[1]).cuda()
+    fp8.convert(model, recipe, 16, torch.device("cuda"), exclude=[])
+    x, grad = torch.randn(2, num_tokens, width, device="cuda")
+
+    def made_by(run):
+        model.zero_grad()
+        given = x.clone().requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16):
+            out = run(given)
+        out.backward(grad.to(out.dtype))
+        return [out.detach(), given.grad, *(p.grad.clone() for p in model.parameters())]
+
+    eager, compiled = made_by(model), made_by(torch.compile(model, dynamic=False))
+    for one, other in zip(compiled, eager, strict=True):
+        assert (one - other).float().norm() <= 1e-3 * other.float().norm()
 
 
 @needs_fp8

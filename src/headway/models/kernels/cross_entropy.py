@@ -47,15 +47,15 @@ def _kernel() -> Any:
             inside = columns < num_columns
             x = tl.load(logits + columns, mask=inside, other=-1e30).to(tl.float32)
             top = tl.max(x, 0)
-            denominator = top + tl.log(tl.sum(tl.exp(x - top), 0))
+            share = tl.exp(x - top)
             # A label outside the vocabulary makes loss and gradient NaN: the step is withheld, and
             # by ranks too, which go by the gradient alone.
             known = (label >= 0) & (label < num_columns)
-            denominator = tl.where(known, denominator, float("nan"))
+            total = tl.where(known, tl.sum(share, 0), float("nan"))
             picked = tl.load(logits + label, mask=known, other=0.0).to(tl.float32)
-            tl.store(losses + row, denominator - picked)
+            tl.store(losses + row, top + tl.log(total) - picked)
             if WITH_GRADS:
-                share = tl.exp(x - denominator)
+                share *= 1.0 / total
                 share = tl.where(columns == label, share - 1.0, share)
                 tl.store(grads + columns, share, mask=inside)
         else:
