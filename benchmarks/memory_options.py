@@ -215,7 +215,7 @@ class Report:
         if self._keep:
             from gpu_jobs import write_result
 
-            write_result("memory-options", "\n".join(self._lines) + "\n")
+            write_result("memory_options", "\n".join(self._lines) + "\n")
 
 
 def table_of_options(size: str, numbers: list[int], report: Report, limit_s: float) -> None:
