@@ -242,6 +242,20 @@ def test_the_parts_of_the_memory_estimate_are_all_shown(
     assert "forward pass" not in out
 
 
+def test_what_compiled_blocks_do_not_keep_is_not_estimated(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def activations(*overrides: str) -> int:
+        assert main(["check", write(here), "--json", *overrides]) == 0
+        found: int = json.loads(capsys.readouterr().out)["memory"]["activations_bytes"]
+        return found
+
+    eager = activations()
+    assert activations("--args.torch_compile=true") < 0.9 * eager
+    other = ("--args.torch_compile=true", "--args.torch_compile_backend=aot_eager")
+    assert activations(*other) == eager
+
+
 def evaluators(**tasks: Any) -> dict[str, Any]:
     lm = {"eval_dataset": {"own": "own.hwt"}, "sequence_length": 16, "eval_interval": 1}
     return {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -228,6 +229,8 @@ def _memory(
     dataset: Any,
 ) -> dict[str, Any]:
     from headway.models import Decoder, estimate_training_memory
+    from headway.strategies.compilation import CompileOptions
+    from headway.trainers.preparation import takes_flex
 
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     known: dict[str, Any] = {
@@ -238,10 +241,13 @@ def _memory(
     if not isinstance(model, Decoder) or length is None or state is None:
         total = None if state is None else weights + trained + state
         return {**known, "activations_bytes": None, "total_bytes": total}
-    args = run_config.args
+    args, config = run_config.args, model.config
+    if config.attention == "auto" and not takes_flex(args):
+        config = replace(config, attention="sdpa")
+    compiling = CompileOptions.from_args(args)
     parameters = sum(p.numel() for p in model.parameters())
     estimate = estimate_training_memory(
-        model.config,
+        config,
         batch_size=args.per_device_train_batch_size,
         seq_len=length,
         dtype_bytes=next(model.parameters()).element_size(),
@@ -250,6 +256,7 @@ def _memory(
         mixed_precision=args.mixed_precision,
         accumulation_steps=accumulation,
         document_mask=bool(getattr(dataset, "mask_documents", False)),
+        compiled=compiling is not None and compiling.backend == "inductor",
     )
     return {
         **known,

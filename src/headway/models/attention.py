@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from headway.errors import ConfigError
 from headway.models.block_mask import make_block_mask
 from headway.models.cache import KVCache
-from headway.models.config import DecoderConfig
+from headway.models.config import FLEX_HEAD_SIZES, DecoderConfig
 from headway.models.kernels.rope import split_heads
 from headway.models.norm import RMSNorm
 from headway.models.projections import joins, project_joined
@@ -110,12 +110,11 @@ def _takes_flex(
         return config.attention == "flex"
     # Where a dense mask would be of use to nobody: it is slower and grows with the square of the
     # length. Only what flex is known to be fast at.
-    size = config.head_size
     return (
         preferred
         and device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16)
-        and size in (32, 64, 128)
+        and config.head_size in FLEX_HEAD_SIZES
         and torch.cuda.get_device_capability(device) >= (8, 0)
     )
 

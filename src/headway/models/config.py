@@ -15,6 +15,8 @@ from headway.errors import ConfigError, unknown
 
 _CHUNK_LOGITS = 1 << 27
 ATTENTION_KINDS = ("auto", "flex", "sdpa")
+FLEX_HEAD_SIZES = (32, 64, 128)
+"""That `attention: auto` takes flex attention for, in half precision: what it is known for."""
 ROPE_SCALING_KEYS = (
     "factor",
     "high_freq_factor",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headway.errors import ConfigError, unknown
-from headway.models.config import DecoderConfig
+from headway.models.config import FLEX_HEAD_SIZES, DecoderConfig
 
 WORKSPACE_BYTES = 2 * 32 * 1024**2
 """What cuBLAS keeps on current data-centre GPUs, for the forward and the backward thread each."""
@@ -67,10 +67,24 @@ def _widths(config: DecoderConfig, dtype_bytes: int, mixed_precision: str | None
     )
 
 
-def _block_bytes_per_token(config: DecoderConfig, w: _Widths, *, fused: bool, masked: bool) -> int:
+def _has_dense_mask(
+    config: DecoderConfig, w: _Widths, *, seq_len: int, document_mask: bool, compiled: bool
+) -> bool:
+    masked = document_mask or (config.sliding_window or seq_len) < seq_len
+    if config.attention != "auto":
+        return masked and config.attention == "sdpa"
+    by_block = compiled and w.compute_bytes == 2 and config.head_size in FLEX_HEAD_SIZES
+    return masked and not by_block
+
+
+def _block_bytes_per_token(
+    config: DecoderConfig, w: _Widths, *, fused: bool, masked: bool, compiled: bool
+) -> int:
     """What one decoder block saves for backward, per token."""
     a, r = w.compute_bytes, w.residual_bytes
     norms = 2 * (r * w.hidden + 4 + a * w.hidden)
+    if compiled and a < r:
+        norms -= a * w.hidden  # the compiler makes one of the two again
     if not fused:
         norms += 2 * r * w.hidden
     qk_norms = 0
@@ -81,7 +95,8 @@ def _block_bytes_per_token(config: DecoderConfig, w: _Widths, *, fused: bool, ma
     # mask, or in float32, the GPU kernels want one key and value head per query head.
     repeated = fused and (masked or a == 4)
     attention = a * (2 * w.query + 2 * (w.query if repeated else w.key)) + 4 * config.num_heads
-    mlp = 4 * a * w.ffn
+    # Gate and up; not compiled, also silu(gate) and the product.
+    mlp = (2 if compiled else 4) * a * w.ffn
     dropout = 2 * w.hidden if config.dropout else 0
     return norms + qk_norms + attention + mlp + dropout
 
@@ -101,22 +116,28 @@ def saved_activation_bytes(
     mixed_precision: str | None = None,
     gradient_checkpointing: bool = False,
     document_mask: bool = False,
+    compiled: bool = False,
     fused_kernels: bool = True,
 ) -> int:
     """What autograd holds at the end of a forward pass, weights' half-precision copies included.
 
+    `compiled`: the blocks are, on a GPU; they keep no copies of weights.
+
     `fused_kernels=False` counts a CPU's composite norms, for comparison with a CPU measurement.
     """
     w = _widths(config, dtype_bytes, mixed_precision)
-    masked = document_mask or (config.sliding_window or seq_len) < seq_len
-    masked = masked and config.attention != "flex"
+    masked = _has_dense_mask(
+        config, w, seq_len=seq_len, document_mask=document_mask, compiled=compiled
+    )
     tokens = batch_size * seq_len
     if gradient_checkpointing:
         block = w.residual_bytes * w.hidden
     else:
-        block = _block_bytes_per_token(config, w, fused=fused_kernels, masked=masked)
+        block = _block_bytes_per_token(
+            config, w, fused=fused_kernels, masked=masked, compiled=compiled
+        )
     total = tokens * (config.num_layers * block + _tail_bytes_per_token(w, fused=fused_kernels))
-    if w.compute_bytes != dtype_bytes and not gradient_checkpointing:
+    if w.compute_bytes != dtype_bytes and not gradient_checkpointing and not compiled:
         total += w.compute_bytes * _layer_matrices(config) * config.num_layers
     if masked:
         total += (batch_size if document_mask else 1) * seq_len * seq_len * w.compute_bytes
@@ -140,11 +161,13 @@ def estimate_training_memory(
     accumulation_steps: int = 1,
     fused_optimizer: bool = True,
     document_mask: bool = False,
+    compiled: bool = False,
 ) -> MemoryEstimate:
     """Peak GPU memory of one optimizer step on one device, from the sizes alone.
 
     `dtype_bytes` is the weights' own element size, `mixed_precision` ("bf16", "fp16") that of
-    autocast; `optimizer_bytes_per_param` is 8 for AdamW's two float32 moments.
+    autocast; `optimizer_bytes_per_param` is 8 for AdamW's two float32 moments. `compiled`: the
+    blocks are, by torch.compile without a memory budget.
     """
     w = _widths(config, dtype_bytes, mixed_precision)
     tokens = batch_size * seq_len
@@ -162,24 +185,27 @@ def estimate_training_memory(
         mixed_precision=mixed_precision,
         gradient_checkpointing=gradient_checkpointing,
         document_mask=document_mask,
+        compiled=compiled,
     )
-    masked = document_mask or (config.sliding_window or seq_len) < seq_len
-    block = tokens * _block_bytes_per_token(config, w, fused=True, masked=masked)
+    masked = _has_dense_mask(
+        config, w, seq_len=seq_len, document_mask=document_mask, compiled=compiled
+    )
+    block = tokens * _block_bytes_per_token(config, w, fused=True, masked=masked, compiled=compiled)
     tail = tokens * _tail_bytes_per_token(w, fused=True)
     mixed = a != dtype_bytes
     copies = a * _layer_matrices(config) if mixed else 0
 
     head = config.vocab_size * config.hidden_size
     chunk = min(config.chunk_tokens or tokens, tokens)
-    # A chunk's logits and their log-softmax, both in float32 whatever the weights are.
-    loss = chunk * config.vocab_size * 8 + head * (4 + (a if mixed else 0))
+    # A chunk's logits in float32 whatever the weights are, and their gradient.
+    loss = chunk * config.vocab_size * (4 + a) + head * (4 + (a if mixed else 0))
 
     # The widest moment of a block's backward: the gradients of both factors of the gated product,
     # that of the product, and of the residual stream.
     in_backward = tokens * (2 * a * w.ffn + (2 * r + a) * w.hidden)
     recomputed = block + copies if gradient_checkpointing else 0
     # While the loss runs, autocast still holds every cast weight, also of recomputed blocks.
-    held_copies = copies * config.num_layers if gradient_checkpointing else 0
+    held_copies = copies * config.num_layers if gradient_checkpointing and not compiled else 0
     earlier = gradients if accumulation_steps > 1 else 0
     head_grad = head * (4 + (dtype_bytes if dtype_bytes < 4 else 0))
     embedding_grad = dtype_bytes * head if config.tie_embeddings or earlier else 0

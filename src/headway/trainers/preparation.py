@@ -131,17 +131,19 @@ def _prepare(
         compile_module(module, compiling, is_part=args.strategy_name == "pipeline")
     for part in module.modules():
         if isinstance(part, DecoderStack):
-            part.prefers_flex = compiling is not None and _takes_flex(args, compiling)
+            part.prefers_flex = takes_flex(args)
 
 
-def _takes_flex(args: TrainingArguments, compiling: CompileOptions) -> bool:
+def takes_flex(args: TrainingArguments) -> bool:
     """Whether compiled blocks may use flex attention unasked.
 
     Its block masks are made outside of graphs; offloaded activations are refused with it
     (offload.py), other kernels may have been asked for, and the rest is not known to go with it.
     """
+    compiling = CompileOptions.from_args(args)
     return (
-        compiling.backend == "inductor"
+        compiling is not None
+        and compiling.backend == "inductor"
         and compiling.mode is None
         and (compiling.scope == BLOCKS or args.strategy_name == "pipeline")
         and args.sdpa_backend is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,56 @@ def test_checkpointed_activations() -> None:
         config, batch_size=2, seq_len=128, gradient_checkpointing=True, fused_kernels=False
     )
     assert estimate == pytest.approx(measured, rel=0.05)
+
+
+JOB_A = DecoderConfig(
+    vocab_size=32768, hidden_size=768, intermediate_size=2048, num_layers=12, num_heads=12,
+    max_seq_len=1024,
+)  # fmt: skip
+JOB_B = DecoderConfig(
+    vocab_size=32768, hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32,
+    num_kv_heads=8, max_seq_len=4096,
+)  # fmt: skip
+BF16 = {"mixed_precision": "bf16"}
+RECOMPUTED = {**BF16, "gradient_checkpointing": True}
+HALF_WEIGHTS = {"dtype_bytes": 2, "optimizer_bytes_per_param": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "batch", "gib", "options"),
+    [
+        (JOB_A, 32, 10.74, {**BF16, "compiled": True}),
+        (JOB_B, 4, 29.42, {**BF16, "compiled": True}),
+        (JOB_B, 4, 18.26, {**RECOMPUTED, "compiled": True}),
+        (JOB_B, 4, 21.98, {**HALF_WEIGHTS, "compiled": True}),
+        (replace(JOB_B, loss_chunk_tokens=1024), 4, 29.42, {**BF16, "compiled": True}),
+        (replace(JOB_B, loss_chunk_tokens=16384), 4, 31.61, {**BF16, "compiled": True}),
+        (JOB_B, 4, 40.17, BF16),
+        (JOB_B, 4, 18.40, RECOMPUTED),
+    ],
+)
+def test_estimates_are_what_a_gpu_was_seen_to_take(
+    config: DecoderConfig, batch: int, gib: float, options: dict[str, Any]
+) -> None:
+    """An H200, 2026-11-16: gpu-training and memory_options in benchmarks/results."""
+    found = estimate_training_memory(
+        config, batch_size=batch, seq_len=config.max_seq_len, **options
+    )
+    assert found.total_bytes / 2**30 == pytest.approx(gib, rel=0.025)
+
+
+def test_masks_that_compiled_blocks_do_not_write_are_not_counted() -> None:
+    given: dict[str, Any] = {"batch_size": 1, "seq_len": 16384, **BF16, "compiled": True}
+    config = replace(JOB_B, max_seq_len=16384)
+    plain = estimate_training_memory(config, **given).total_bytes
+    assert estimate_training_memory(config, document_mask=True, **given).total_bytes == plain
+    dense = replace(config, attention="sdpa")
+    masked = estimate_training_memory(dense, document_mask=True, **given).total_bytes
+    assert masked >= plain + 2 * 16384**2
+    given["compiled"] = False
+    plain = estimate_training_memory(config, **given).total_bytes
+    masked = estimate_training_memory(config, document_mask=True, **given).total_bytes
+    assert masked >= plain + 2 * 16384**2
 
 
 def test_estimate_moves_the_right_way() -> None:
