@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 from headway.errors import ConfigError, unknown
 from headway.models.attention import Attention, AttentionPlan, new_linear, plan_attention
@@ -30,6 +29,7 @@ from headway.models.loss import (
 )
 from headway.models.norm import RMSNorm, compute_dtype
 from headway.models.projections import joins, project_joined
+from headway.models.recomputed import recomputed
 from headway.models.rope import RotaryTable
 from headway.precision.quantized import computes_as_its_weight
 
@@ -169,7 +169,7 @@ class DecoderStack(nn.Module):
         recompute = self.checkpointing is not None and self.training and torch.is_grad_enabled()
         for layer in self.layers:
             if recompute:
-                x = checkpoint(layer, x, rope, plan, **(self.checkpointing or {}))
+                x = recomputed(layer, x, rope, plan, **(self.checkpointing or {}))
             else:
                 x = layer(x, rope, plan, cache)
         if cache is not None:

@@ -54,7 +54,10 @@ def _takes_kernels(x: Tensor) -> bool:
 
 def _is_float8(layer: nn.Module) -> bool:
     """torchao's layer, by name: it is not imported where nobody asked for it."""
-    if type(layer).__name__ != "Float8Linear" or layer.bias is not None:
+    kind = type(layer)
+    if kind.__name__ != "Float8Linear" or not kind.__module__.startswith("torchao."):
+        return False
+    if layer.bias is not None:
         return False
     if not does_no_more(layer):
         return False
@@ -165,7 +168,7 @@ class _Float8GatedMLP(torch.autograd.Function):
         ) = ctx.saved_tensors  # fmt: skip
         input_dtype, weight_dtype, grad_dtype = ctx.dtypes
         fast_input, fast_weight = ctx.fast
-        grad = grads[0]
+        grad = grads[0].contiguous()
         dtype = grad.dtype
 
         grad_scale = _scale_of(grad, grad_dtype, ctx.power_of_2)
@@ -207,6 +210,7 @@ def fp8_gated_mlp(
     settings: tuple[Any, ...],
 ) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T) @ down.T by layers of these `settings_of`; x [..., D]."""
-    rows = x.to(compute_dtype(x)).flatten(0, -2)
+    # Rows one after the other, as the device wants them in eight bits.
+    rows = x.to(compute_dtype(x)).flatten(0, -2).contiguous()
     out: Tensor = _Float8GatedMLP.apply(rows, gate_weight, up_weight, down_weight, *settings)
     return out.view(*x.shape[:-1], out.shape[-1])

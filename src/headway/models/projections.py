@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headway.models.kernels import HAS_TRITON
 from headway.models.kernels.linear import joined_linear
+from headway.models.norm import compute_dtype
 
 
 def joins(x: Tensor, *layers: nn.Module) -> bool:
@@ -39,6 +40,7 @@ def is_compiled_here() -> bool:
 
 def project_joined(x: Tensor, *layers: nn.Module) -> Tensor:
     """Their outputs side by side; all have a bias, or none of them."""
+    x = x.to(compute_dtype(x))
     weights: list[Tensor] = [layer.get_parameter("weight") for layer in layers]
     biases: list[Tensor] = [layer.bias for layer in layers if isinstance(layer.bias, Tensor)]
     return joined_linear(x, weights, torch.cat(biases).to(x.dtype) if biases else None)

@@ -16,14 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from headway.config.components import load_target
 from headway.errors import ConfigError, unknown
+from headway.models.recomputed import recomputed
 from headway.strategies.blocks import search_blocks
 from headway.strategies.forwards import forward_of, leave_out_cache, stand_in
 
@@ -159,7 +156,7 @@ def _recomputing(plain: FunctionType, options: Mapping[str, Any]) -> Callable[..
     def recompute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return plain(self, *args, **kwargs)
-        return checkpoint(functools.partial(plain, self), *args, **options, **kwargs)
+        return recomputed(functools.partial(plain, self), *args, **options, **kwargs)
 
     return recompute
 

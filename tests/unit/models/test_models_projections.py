@@ -27,3 +27,21 @@ def test_joined_projections_equal_separate_ones(bias: bool) -> None:
         torch.testing.assert_close(one, other)
     for one, other in zip(grads_of(apart), grads_of(joined), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_joined_projections_follow_autocast() -> None:
+    """Also of an input in single precision, as norms other than the decoder's own give it."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(24, size, bias=False) for size in (16, 8)]
+    x = torch.randn(2, 5, 24, requires_grad=True)
+    wrt = [x, *(layer.weight for layer in layers)]
+    with torch.autocast("cpu", torch.bfloat16):
+        apart = torch.cat([layer(x) for layer in layers], dim=-1)
+        joined = project_joined(x, *layers)
+    assert joined.dtype == apart.dtype == torch.bfloat16
+    torch.testing.assert_close(joined, apart)
+    grad = torch.randn_like(joined)
+    found, wanted = (torch.autograd.grad(out, wrt, grad) for out in (joined, apart))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from headway.errors import ConfigError
+from headway.models import decoder
 from headway.strategies.forwards import put_back
 from headway.strategies.recompute import enable
 from headway.testing import tiny_decoder, tiny_llama, tiny_trainer
@@ -100,6 +101,39 @@ def test_policies_keep_less_and_give_the_same_bits(kind):
         assert list(model.state_dict()) == list(plain.state_dict())
     assert sizes["block"] < min(sizes["selective"], sizes["every_2"])
     assert max(sizes["selective"], sizes["every_2"]) < 0.8 * kept
+
+
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+def test_compiled_graphs_recompute_what_joined_projections_make(scope, monkeypatch):
+    """As on a GPU, where the decoder's MLP is two functions of its own."""
+    monkeypatch.setattr(decoder, "joins", lambda *_: True)
+
+    def bytes_kept(policy):
+        torch.compiler.reset()
+        model = tiny_decoder(hidden_size=32, intermediate_size=256)
+        if policy is not None:
+            enable(model, policy)
+        parts = model.model.layers if scope == "blocks" else [model.model]
+        for part in parts:
+            part.compile(backend="aot_eager_decomp_partition", dynamic=False)
+        own, kept = {p.data_ptr() for p in model.parameters()}, {}
+
+        def note(tensor):
+            if tensor.data_ptr() not in own:
+                kept[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        ids = torch.arange(96).view(2, 48)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            hidden = model.model(ids)
+        assert hidden.requires_grad
+        return sum(kept.values())
+
+    of_gate_and_up = 2 * 96 * 2 * 256 * 4
+    plain = bytes_kept(None)
+    assert plain > of_gate_and_up
+    # Inputs of blocks, and what is outside of them, are far less than that.
+    assert bytes_kept("every_1" if scope == "blocks" else "block") < 0.3 * of_gate_and_up
 
 
 def test_every_n_leaves_out_the_others():
