@@ -98,17 +98,20 @@ def kernels_of(run: Callable[[], object]) -> set[str]:
 PACKED = DecoderConfig(
     vocab_size=512, hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=256
 )
+Change = dict[str, torch.Tensor]
 
 
 def packed_samples(*, ragged: bool = False) -> list[dict[str, torch.Tensor]]:
-    """Documents of 50 tokens, one after the other."""
-    generator = torch.Generator().manual_seed(0)
+    """Documents of 50 tokens, one after the other; each counts up by a step of its own.
+
+    A token that sees other documents is told another step.
+    """
     samples = []
     for number in range(96):
         places = torch.arange(192 + 64 * (number % 2) * ragged)
         documents = places // 50
-        ids = torch.randint(512, places.shape, generator=generator)
         positions = places - 50 * documents
+        ids = (17 * number + 5 * documents + (1 + 3 * documents) * positions) % 512
         sample = {"input_ids": ids, "document_ids": documents, "position_ids": positions}
         samples.append({**sample, "labels": ids})
     return samples
@@ -116,14 +119,25 @@ def packed_samples(*, ragged: bool = False) -> list[dict[str, torch.Tensor]]:
 
 def train_packed(
     folder: Path, *, attention: str = "auto", ragged: bool = False, **options: Any
-) -> tuple[list[float], Trainer]:
-    """The losses of a few compiled steps on packed documents."""
+) -> tuple[Change, Trainer]:
+    """What a few compiled steps on packed documents add to each weight.
+
+    By plain descent: AdamW's first steps have one size whatever the gradient's is.
+    """
+
+    def new_model() -> Decoder:
+        torch.manual_seed(0)
+        return Decoder(replace(PACKED, attention=attention))
+
     trainer = Trainer(
         args=TrainingArguments(
             output_dir=str(folder),
-            max_steps=12,
+            max_steps=3,
             per_device_train_batch_size=8,
-            learning_rate=1e-3,
+            optim="sgd",
+            learning_rate=0.1,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.0,
             logging_steps=1,
             save_strategy="no",
             mixed_precision="bf16",
@@ -132,12 +146,24 @@ def train_packed(
             seed=0,
             **options,
         ),
-        model_init=lambda: Decoder(replace(PACKED, attention=attention)),
+        model_init=new_model,
         train_dataset=packed_samples(ragged=ragged),
         default_callbacks=False,
     )
     trainer.train()
-    return [r["loss"] for r in trainer.state.log_history if "loss" in r], trainer
+    before = dict(new_model().named_parameters())
+    after = trainer.model.named_parameters()
+    return {name: (p.detach().cpu() - before[name]).detach() for name, p in after}, trainer
+
+
+def farthest(found: Change, wanted: Change) -> tuple[float, str]:
+    """The largest distance of a weight's change, as a share of that change, and whose it is."""
+    assert found.keys() == wanted.keys()
+    assert all(change.norm() > 0 for change in wanted.values())
+    return max(
+        (((found[name] - change).norm() / change.norm()).item(), name)
+        for name, change in wanted.items()
+    )
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -145,7 +171,7 @@ def test_a_compiled_run_has_the_kernels_and_masks_by_block(tmp_path: Path, ragge
     """Of packed documents, under the trainer, with and without shapes that are known."""
     dense, _ = train_packed(tmp_path / "dense", attention="sdpa", ragged=ragged)
     by_block, trainer = train_packed(tmp_path / "by_block", ragged=ragged)
-    assert by_block == pytest.approx(dense, rel=5e-3)
+    assert farthest(by_block, dense) < (0.05, "")
     batch = {name: value[None].cuda() for name, value in packed_samples()[0].items()}
 
     def step() -> None:
@@ -171,13 +197,12 @@ OTHER_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], list[float]]:
+def plain_change(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], Change]:
     @functools.cache
-    def losses_of(recipe: str | None) -> list[float]:
-        folder = tmp_path_factory.mktemp("plain")
-        return train_packed(folder, fp8_recipe=recipe, max_grad_norm=0.0)[0]
+    def change_of(recipe: str | None) -> Change:
+        return train_packed(tmp_path_factory.mktemp("plain"), fp8_recipe=recipe)[0]
 
-    return losses_of
+    return change_of
 
 
 @pytest.mark.parametrize("recipe", [None, "tensorwise"])
@@ -186,16 +211,16 @@ def test_fast_paths_go_with_other_options(
     other: str,
     recipe: str | None,
     tmp_path: Path,
-    plain_losses: Callable[[str | None], list[float]],
+    plain_change: Callable[[str | None], Change],
 ) -> None:
     """Which change where things are computed and kept, and not what comes out."""
     if recipe is not None:
         pytest.importorskip("torchao")
         if torch.cuda.get_device_capability() < (8, 9):
             pytest.skip("needs compute capability 8.9")
-    options = {**OTHER_OPTIONS[other], "fp8_recipe": recipe, "max_grad_norm": 0.0}
-    found, _ = train_packed(tmp_path, **options)
-    assert found == pytest.approx(plain_losses(recipe), rel=5e-3 if recipe is None else 2e-2)
+    found, _ = train_packed(tmp_path, **OTHER_OPTIONS[other], fp8_recipe=recipe)
+    # Two forms in eight bits are as far from each other as each is from the exact one.
+    assert farthest(found, plain_change(recipe)) < (0.05 if recipe is None else 0.25, "")
 
 
 def test_a_layer_with_a_hook_is_called_by_itself_in_a_compiled_block() -> None:

@@ -169,7 +169,7 @@ def test_one_nan_spoils_every_gradient_of_the_mlp(spoiled: str) -> None:
 
 
 # The last is that of a large model: whole tiles, many programs.
-@pytest.mark.parametrize("shape", [(2, 1), (34, 129), (240, 1008), (8192, 8192)])
+@pytest.mark.parametrize("shape", [(2, 1), (34, 129), (240, 1008), (16384, 8192)])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
 def test_kernels_cast_as_torch_does(shape: tuple[int, int], scale: float) -> None:
     torch.manual_seed(0)
@@ -195,7 +195,10 @@ def test_kernels_cast_as_torch_does(shape: tuple[int, int], scale: float) -> Non
     # Bits, as NaN equals nothing.
     for one, other in ((made[1], made[0]), (made[3], made[2]), (made[4], cast)):
         steps = (one.t().view(torch.uint8).int() - other.view(torch.uint8).int()).abs()
-        assert steps.max() <= (0 if other is not cast else 1)
+        if other is not cast:
+            assert steps.max() == 0
+        # Computed by another kernel: a value in the middle of two may go to the other one.
+        assert steps.max() <= 1 and (steps > 0).sum() <= steps.numel() // 500
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
