@@ -69,6 +69,16 @@ def fresh_compiler():
     counters.clear()
 
 
+def test_recomputing_half_of_compiled_blocks_saves_half(tmp_path):
+    compiled = {"torch_compile": True, "torch_compile_dynamic": False}
+    _, most = run(tmp_path / "none", **compiled)
+    _, least = run(tmp_path / "all", **compiled, **RECOMPUTE)
+    half = {**RECOMPUTE, "gradient_checkpointing_policy": "every_2"}
+    _, between = run(tmp_path / "half", **compiled, **half)
+    assert least < 0.7 * most
+    assert between - least < 0.65 * (most - least)
+
+
 OPTIONS = {
     "every_2": {**RECOMPUTE, "gradient_checkpointing_policy": "every_2"},
     "selective": {**RECOMPUTE, "gradient_checkpointing_policy": "selective"},

@@ -105,9 +105,11 @@ SIZES = [
 ]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("shape", "batch", "length"), SIZES)
-def test_memory_estimate_is_within_ten_percent(tmp_path, shape, batch, length):
+def test_memory_estimate_is_within_ten_percent(tmp_path, shape, batch, length, compiled):
     config = DecoderConfig(**shape)
+    precision = "bf16" if compiled else "no"
     gc.collect()  # an earlier trainer is a cycle and may still hold its model
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -119,6 +121,8 @@ def test_memory_estimate_is_within_ten_percent(tmp_path, shape, batch, length):
             logging_strategy="no",
             save_strategy="no",
             max_grad_norm=1.0,
+            mixed_precision=precision,
+            torch_compile=compiled,
             seed=0,
         ),
         model_init=lambda: Decoder(config),
@@ -126,8 +130,10 @@ def test_memory_estimate_is_within_ten_percent(tmp_path, shape, batch, length):
         default_callbacks=False,
     ).train()
     measured = torch.cuda.max_memory_allocated()
-    estimated = estimate_training_memory(config, batch_size=batch, seq_len=length).total_bytes
-    assert estimated == pytest.approx(measured, rel=0.10)
+    estimate = estimate_training_memory(
+        config, batch_size=batch, seq_len=length, mixed_precision=precision, compiled=compiled
+    )
+    assert estimate.total_bytes == pytest.approx(measured, rel=0.10)
 
 
 def test_a_save_that_nobody_expected_holds_the_weights_of_its_step(tmp_path):
