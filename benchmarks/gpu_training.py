@@ -38,9 +38,11 @@ Row = dict[str, Any]
 CURVES = {
     # name: (system, compiled)
     "bare loop": ("bare", False),
+    "bare loop, once more": ("bare", False),
     "bare loop, compiled": ("bare", True),
     "Headway, same model": ("headway", False),
     "Headway, reference decoder": ("curve-decoder", True),
+    "Headway, reference decoder, FP8": ("curve-decoder-fp8", True),
 }
 SMOOTHING_STEPS = 50
 WHOSE = {
@@ -170,12 +172,11 @@ def measure_apart(task: Row, caches: Path, timeout_s: float) -> Row:
 
 def run_task(plan: Row, result: Path) -> None:
     """In the process of a task."""
-    from gpu_jobs import ALL_SYSTEMS, converted_decoder
+    from gpu_jobs import ALL_SYSTEMS, CURVE_SYSTEMS
 
     from headway.cli.bench_systems import measure
 
-    systems = {**ALL_SYSTEMS, "curve-decoder": converted_decoder}
-    row = measure(Plan.from_dict(plan), systems)
+    row = measure(Plan.from_dict(plan), {**ALL_SYSTEMS, **CURVE_SYSTEMS})
     result.write_text(json.dumps(row))
 
 

@@ -61,6 +61,8 @@ OPTIONS: list[dict[str, Any]] = [
     {**EAGER, **policy("selective")},
     {**EAGER, **OFFLOAD, **RECOMPUTE},
     {"optim": "adamw_8bit"},
+    {"optim": "adamw_4bit"},
+    {"fp8_recipe": "tensorwise"},
 ]
 SCOPES = {"nothing": {}, "blocks": COMPILE, "model": {**COMPILE, "torch_compile_scope": "model"}}
 LAYERS = (12, 24)
