@@ -62,7 +62,7 @@ def main() -> int:
             rows.append(row)
             print(tell(row), flush=True)
             if options.write:  # after each row: a run that is cut short keeps what it has
-                write_result("gpu-packing", report(rows, options))
+                write_result("gpu_packing", report(rows, options))
     print(f"\n{report(rows, options)}", flush=True)
     return 1 if any("error" in row for row in rows) else 0
 

@@ -422,11 +422,11 @@ def main() -> int:
         lines = [*head, *tables(watch, options), "", *save_lines(watch, num_bytes, disk, copy)]
         print("\n".join(lines), flush=True)
         if options.write:  # before the checkpoint is loaded: a run that is cut keeps what it has
-            write_result("gpu-saving", "\n".join(lines) + "\n")
+            write_result("gpu_saving", "\n".join(lines) + "\n")
         lines.append(check_equal(trainer, watch.clones, 2 * options.every * options.saves))
         print(lines[-1], flush=True)
     if options.write:
-        write_result("gpu-saving", "\n".join(lines) + "\n")
+        write_result("gpu_saving", "\n".join(lines) + "\n")
     return 1 if "IS NOT" in lines[-1] else 0
 
 
