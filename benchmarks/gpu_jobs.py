@@ -201,6 +201,7 @@ def fp8_system(recipe: str, new_model: NewModel = with_decoder) -> System:
 WHOLE = {"torch_compile_scope": "model"}
 ALL_SYSTEMS: dict[str, System] = {
     **SYSTEMS,
+    "headway-chunked": headway_system(fused_loss="chunked"),
     "headway-whole": headway_system(**WHOLE),
     "careful": careful_system(),
     "careful-blocks": careful_system(by_block=True),
@@ -210,6 +211,7 @@ ALL_SYSTEMS: dict[str, System] = {
 }
 NAMES = {
     **SHARED_NAMES,
+    "headway-chunked": "Headway, same model, `fused_loss: chunked`",
     "headway-whole": "Headway, same model, compiled as a whole",
     "careful": "a careful hand-written model and loop",
     "careful-blocks": "the same, blocks compiled one by one",
@@ -217,7 +219,10 @@ NAMES = {
     "decoder-flash": "Headway, reference decoder, `sdpa_backend: flash`",
     **{f"decoder-fp8-{recipe}": f"Headway, reference decoder, FP8 {recipe}" for recipe in FP8},
 }
-SAME_MODEL = ("bare", "transformers", "lightning", "accelerate", "headway", "headway-whole")
+SAME_MODEL = (
+    "bare", "transformers", "lightning", "accelerate", "headway", "headway-chunked",
+    "headway-whole",
+)  # fmt: skip
 
 
 def is_measured(system: str, job: str, compiled: bool) -> bool:
