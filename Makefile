@@ -18,7 +18,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 unit: $(INSTALLED) browser
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'not slow' tests
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not slow' tests
 
 # For the tests of the dashboard. Where it cannot be installed they are skipped and say why; with
 # HEADWAY_NEEDS_BROWSER set, as in CI, they fail.
