@@ -47,9 +47,8 @@ def _in_multiples(num_tokens: int, *layers: nn.Module) -> bool:
 
 
 def _takes_kernels(x: Tensor) -> bool:
-    # Not compiled, the casts around the kernels would cost more than these save. The kernels
-    # speak to NVIDIA's devices.
-    return HAS_TRITON and x.is_cuda and torch.version.hip is None and is_compiled_here()
+    # Not compiled, the casts around the kernels would cost more than these save.
+    return HAS_TRITON and x.is_cuda and is_compiled_here()
 
 
 def _is_float8(layer: nn.Module) -> bool:

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-# Until then, compiled graphs keep what an autograd.Function in them makes (joined projections,
-# the gated MLP), unless each of its operations is asked for.
+# Before torch 2.13, compiled graphs keep what an autograd.Function in them makes (joined
+# projections, the gated MLP), unless each of its operations is asked for.
 _KEEPS_FUNCTIONS = torch.__version__ < "2.13"
 
 

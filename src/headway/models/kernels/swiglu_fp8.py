@@ -5,8 +5,8 @@ Owns: the operations and their kernels. Does not own: scales, products, gradient
 A tensor under one scale is read twice, for its greatest magnitude and to be cast; so gate and up
 are read, and what follows from them is never written in more than eight bits. A matrix product in
 eight bits wants both its operands with the summed dimension last in memory: what takes part in
-two products is written in both orders, from one reading. Bytes are turned in pairs, as numbers of
-two bytes that the device makes at once: single ones come to wrong places on an H200 with Triton
+two products is written in both orders, from one reading. Bytes are transposed in pairs, as numbers
+of two bytes that the device makes at once: single ones come to wrong places on an H200 with Triton
 3.6, and so do pairs that are put together of two casts.
 
 Shapes: T tokens, F width of gate and up.
