@@ -20,14 +20,21 @@ from headway.control import list_jobs
 pytest.importorskip("aiohttp")
 
 # Three runs one after the other in one process: the last two are there to be ended.
-SCRIPT = """\
+SCRIPT = '''\
 import json
+import time
 from headway import Trainer
 from headway.callbacks import TrainerControlCallback
 from headway.data import ByteTokenizer, SyntheticDataset
 from headway.models import Decoder, DecoderConfig
 
-data = SyntheticDataset(num_samples=100000, sequence_length=16, vocab_size=258)
+class Unhurried(SyntheticDataset):
+    """While nothing is asked of the run it leaves the processor to others."""
+    def __getitem__(self, index):
+        time.sleep(0.005)
+        return super().__getitem__(index)
+
+data = Unhurried(num_samples=100000, sequence_length=16, vocab_size=258)
 for name in ("steered-1", "stopped-1", "aborted-1"):
     config = DecoderConfig(vocab_size=258, hidden_size=16, num_layers=1, num_heads=2,
                            max_seq_len=64)
@@ -43,7 +50,7 @@ for name in ("steered-1", "stopped-1", "aborted-1"):
     trainer.train()
     print(json.dumps({"name": name, "step": trainer.state.global_step,
                       "outcome": trainer.state.outcome}), flush=True)
-"""
+'''
 
 
 @pytest.fixture
