@@ -2,7 +2,8 @@
 
 A page's ```python blocks are one script, ```yaml blocks that open with `# file: NAME` are files
 it finds, ```bash blocks that open with `# run` are commands. `no-run` after the language excludes
-a block. Commands above the first Python block run before the script, the others after it.
+a block. Commands above the first Python block run before the script, the others after it. Scripts
+and the command `headway` are processes of their own that find torch imported (warm.py).
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from launched import PROGRAM
+from warm import warm_programs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
@@ -62,9 +66,16 @@ def write_script(blocks: list[Block], path: Path) -> None:
     path.write_text("\n".join(script) + "\n", encoding="utf-8")
 
 
-def run(argv: list[str], directory: Path, what: str) -> None:
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    environ = {**os.environ, "PATH": programs, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Path]:
+    with warm_programs({"headway": [PROGRAM], "warm-python": []}) as folder:
+        yield folder
+
+
+def run(argv: list[str], directory: Path, warm: Path, what: str) -> None:
+    folders = [str(warm), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    path = os.pathsep.join(folders)
+    environ = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     done = subprocess.run(
         argv,
         cwd=directory,
@@ -80,7 +91,7 @@ def run(argv: list[str], directory: Path, what: str) -> None:
     )
 
 
-def run_page(page: Path, directory: Path) -> None:
+def run_page(page: Path, directory: Path, warm: Path) -> None:
     blocks = find_blocks(page.read_text(encoding="utf-8"))
     for block in blocks:
         if block.language in ("yaml", "yml") and (name := re.match(r"# file: (\S+)", block.first)):
@@ -91,24 +102,24 @@ def run_page(page: Path, directory: Path) -> None:
     commands = [block for block in blocks if block.language == "bash" and block.first == "# run"]
     start = python[0].line if python else 0
     for block in (block for block in commands if block.line < start):
-        run_commands(block, page, directory)
+        run_commands(block, page, directory, warm)
     if python:
         script = directory / f"{page.stem.replace('-', '_')}_page.py"
         write_script(python, script)
-        run([sys.executable, script.name], directory, f"the Python of {page.name}")
+        run([str(warm / "warm-python"), script.name], directory, warm, f"the Python of {page.name}")
     for block in (block for block in commands if block.line > start):
-        run_commands(block, page, directory)
+        run_commands(block, page, directory, warm)
 
 
-def run_commands(block: Block, page: Path, directory: Path) -> None:
+def run_commands(block: Block, page: Path, directory: Path, warm: Path) -> None:
     argv = ["bash", "-euo", "pipefail", "-c", "\n".join(block.lines)]
-    run(argv, directory, f"the commands on line {block.line} of {page.name}")
+    run(argv, directory, warm, f"the commands on line {block.line} of {page.name}")
 
 
 @pytest.mark.timeout(4 * TIMEOUT_S)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_page(page: Path, tmp_path: Path) -> None:
-    run_page(page, tmp_path)
+def test_page(page: Path, tmp_path: Path, warm: Path) -> None:
+    run_page(page, tmp_path, warm)
 
 
 GOOD = """\
@@ -150,36 +161,43 @@ exit 1
 """
 
 
-def test_a_page_runs_from_top_to_bottom(tmp_path: Path) -> None:
+def test_a_page_runs_from_top_to_bottom(tmp_path: Path, warm: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(GOOD)
-    run_page(page, tmp_path)
+    run_page(page, tmp_path, warm)
     assert (tmp_path / "from_python.txt").read_text() == "key: 5\n"
     assert (tmp_path / "done").exists()
 
 
-def test_a_page_without_blocks_passes(tmp_path: Path) -> None:
+def test_a_page_without_blocks_passes(tmp_path: Path, warm: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("Only words.\n")
-    run_page(page, tmp_path)
+    run_page(page, tmp_path, warm)
 
 
-def test_a_broken_example_fails_with_its_line_in_the_page(tmp_path: Path) -> None:
+def test_a_broken_example_fails_with_its_line_in_the_page(tmp_path: Path, warm: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("Words.\n\n```python\nx = 1\n```\n\nMore.\n\n```python\nx / 0\n```\n")
     with pytest.raises(AssertionError, match=r"line 10[\s\S]*ZeroDivisionError"):
-        run_page(page, tmp_path)
+        run_page(page, tmp_path, warm)
 
 
-def test_a_failing_command_fails_the_page(tmp_path: Path) -> None:
+def test_a_failing_command_fails_the_page(tmp_path: Path, warm: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```bash\n# run\nfalse\ntrue\n```\n")
     with pytest.raises(AssertionError, match=r"line 2 of page.md ended with exit code 1"):
-        run_page(page, tmp_path)
+        run_page(page, tmp_path, warm)
 
 
-def test_an_unclosed_block_is_not_passed_over(tmp_path: Path) -> None:
+def test_a_killed_program_fails_the_page(tmp_path: Path, warm: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nimport os\nos.kill(os.getpid(), 9)\n```\n")
+    with pytest.raises(AssertionError, match=r"exit code 1[\s\S]*page_page.py was killed"):
+        run_page(page, tmp_path, warm)
+
+
+def test_an_unclosed_block_is_not_passed_over(tmp_path: Path, warm: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```python\nx = 1\n")
     with pytest.raises(AssertionError, match="line 1 is never closed"):
-        run_page(page, tmp_path)
+        run_page(page, tmp_path, warm)
