@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import tracemalloc
 from collections.abc import Iterator
 
@@ -20,6 +21,9 @@ os.environ.update(
         "OMP_NUM_THREADS": "1",
     }
 )
+# Hundreds of processes, and every worker: none of them should compile all sources again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # A launcher around the test run must not make single-process tests believe they are ranks.
 for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
     os.environ.pop(_name, None)
