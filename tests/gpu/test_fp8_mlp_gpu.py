@@ -26,6 +26,7 @@ def has_fp8() -> bool:
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not has_fp8(), reason="needs compute capability 8.9"),
+    pytest.mark.timeout(300),  # several compilations in one test
 ]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -97,7 +97,7 @@ class DecoderConfig:
 
     loss_chunk_tokens: int | None = None
     """Tokens whose logits exist at one time while the loss is computed; 0 means all of them, None
-    as many as make 512 MiB of logits in float32, from 256 to 8,192."""
+    as many as make 512 MiB of logits in float32 (256 MiB in bf16), from 256 to 8,192."""
 
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from headway.models.kernels.cross_entropy import can_use_kernel, loss_and_grads
+from headway.models.kernels.cross_entropy import can_use_kernel, cross_entropy_
 from headway.models.norm import compute_dtype
 
 IGNORED_LABEL = -100
@@ -116,16 +117,13 @@ class _HeadPass:
     def _add(self, span: slice, with_grads: bool) -> None:
         hidden_CD, labels_C = self.hidden_ND[span], self.labels_N[span]
         ignored_C = labels_C == IGNORED_LABEL
-        logits_CV = _product(hidden_CD, self.weight_VD.t(), self.total.dtype)
-        if self.bias_V is not None:
-            logits_CV += self.bias_V
+        # Rounded as the head's own logits are under autocast.
+        logits_CV = F.linear(hidden_CD, self.weight_VD, self.bias_V)
         if can_use_kernel(logits_CV):
-            losses_C, grad_CV = loss_and_grads(
-                logits_CV,
-                labels_C,
-                ignored=IGNORED_LABEL,
-                grad_dtype=self.dtype if with_grads else None,
+            losses_C = cross_entropy_(
+                logits_CV, labels_C, ignored=IGNORED_LABEL, with_grads=with_grads
             )
+            grad_CV = logits_CV if with_grads else None
         else:
             losses_C, grad_CV = self._loss_and_grads(logits_CV, labels_C, ignored_C, with_grads)
         del logits_CV
@@ -159,13 +157,6 @@ class _HeadPass:
         # p - 1 at the label, from the log: subtracting in half precision would cancel.
         grad_CV.scatter_(1, index_C1, picked_C1.expm1().to(self.dtype))
         return losses_C, grad_CV
-
-
-def _product(left: Tensor, right: Tensor, sum_dtype: torch.dtype) -> Tensor:
-    """left @ right, in `sum_dtype` where the device gives that for free."""
-    if left.device.type == "cuda" and left.dtype != sum_dtype:
-        return torch.mm(left, right, out_dtype=sum_dtype)
-    return left @ right
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

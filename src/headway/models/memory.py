@@ -197,8 +197,8 @@ def estimate_training_memory(
 
     head = config.vocab_size * config.hidden_size
     chunk = min(config.chunk_tokens or tokens, tokens)
-    # A chunk's logits in float32 whatever the weights are, and their gradient.
-    loss = chunk * config.vocab_size * (4 + a) + head * (4 + (a if mixed else 0))
+    # A chunk's logits, whose gradient takes their place; the head's gradient, and a copy of it.
+    loss = chunk * config.vocab_size * a + head * (4 + (a if mixed else 0))
 
     # The widest moment of a block's backward: the gradients of both factors of the gated product,
     # that of the product, and of the residual stream.

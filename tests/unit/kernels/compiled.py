@@ -36,9 +36,9 @@ class Recorder:
         return lambda *args, **kwargs: self.launches.append((args, kwargs))
 
 
-def lose(vocabulary: int, *, dtype: torch.dtype, grad_dtype: torch.dtype | None) -> None:
+def lose(vocabulary: int, *, dtype: torch.dtype, with_grads: bool = True) -> None:
     logits, labels = torch.zeros(2, vocabulary, dtype=dtype), torch.zeros(2, dtype=torch.long)
-    cross_entropy.loss_and_grads(logits, labels, ignored=-100, grad_dtype=grad_dtype)
+    cross_entropy.cross_entropy_(logits, labels, ignored=-100, with_grads=with_grads)
 
 
 def turn(n: int, k: int, size: int, *, dtype: torch.dtype, back: bool) -> None:
@@ -66,9 +66,9 @@ def step() -> None:
 
 WIDE, HALF = torch.float32, torch.bfloat16
 LAUNCHES: dict[str, tuple[ModuleType, Callable[[], None]]] = {
-    "loss in one piece": (cross_entropy, lambda: lose(32000, dtype=WIDE, grad_dtype=HALF)),
-    "loss in pieces": (cross_entropy, lambda: lose(128256, dtype=WIDE, grad_dtype=HALF)),
-    "loss without gradient": (cross_entropy, lambda: lose(50257, dtype=HALF, grad_dtype=None)),
+    "loss in one piece": (cross_entropy, lambda: lose(32000, dtype=HALF)),
+    "loss in pieces": (cross_entropy, lambda: lose(128256, dtype=WIDE)),
+    "loss without gradient": (cross_entropy, lambda: lose(50257, dtype=HALF, with_grads=False)),
     "heads": (rope, lambda: turn(32, 8, 128, dtype=HALF, back=False)),
     "heads, back": (rope, lambda: turn(32, 8, 128, dtype=HALF, back=True)),
     "the smallest head": (rope, lambda: turn(1, 1, 2, dtype=WIDE, back=True)),

@@ -87,12 +87,12 @@ HALF_WEIGHTS = {"dtype_bytes": 2, "optimizer_bytes_per_param": 4}
 @pytest.mark.parametrize(
     ("config", "batch", "gib", "options"),
     [
-        (JOB_A, 32, 10.74, {**BF16, "compiled": True}),
+        (JOB_A, 32, 10.40, {**BF16, "compiled": True}),
         (JOB_B, 4, 29.42, {**BF16, "compiled": True}),
         (JOB_B, 4, 18.26, {**RECOMPUTED, "compiled": True}),
         (JOB_B, 4, 21.98, {**HALF_WEIGHTS, "compiled": True}),
         (replace(JOB_B, loss_chunk_tokens=1024), 4, 29.42, {**BF16, "compiled": True}),
-        (replace(JOB_B, loss_chunk_tokens=16384), 4, 31.61, {**BF16, "compiled": True}),
+        (replace(JOB_B, loss_chunk_tokens=16384), 4, 29.67, {**BF16, "compiled": True}),
         (JOB_B, 4, 40.17, BF16),
         (JOB_B, 4, 18.40, RECOMPUTED),
     ],
