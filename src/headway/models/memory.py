@@ -203,6 +203,10 @@ def estimate_training_memory(
     # The widest moment of a block's backward: the gradients of both factors of the gated product,
     # that of the product, and of the residual stream.
     in_backward = tokens * (2 * a * w.ffn + (2 * r + a) * w.hidden)
+    # By then the block has made most gradients of its weights, a compiled one of casts of its own.
+    in_first_backward = in_backward + dtype_bytes * _layer_matrices(config)
+    if compiled and not gradient_checkpointing:
+        in_first_backward += copies
     recomputed = block + copies if gradient_checkpointing else 0
     # While the loss runs, autocast still holds every cast weight, also of recomputed blocks.
     held_copies = copies * config.num_layers if gradient_checkpointing and not compiled else 0
@@ -213,7 +217,7 @@ def estimate_training_memory(
     base = weights + optimizer + fixed
     peak = max(
         base + earlier + saved + held_copies + loss,
-        base + earlier + saved - tail + head_grad + recomputed + in_backward,
+        base + earlier + saved - tail + head_grad + recomputed + in_first_backward,
         base + gradients - dtype_bytes * head + first_block + in_backward,
         base + gradients + embedding_grad + tokens * r * w.hidden,
         base + gradients + (0 if fused_optimizer else weights),
