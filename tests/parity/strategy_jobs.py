@@ -24,7 +24,7 @@ from headway.testing import run_ranks, tiny_dataset, tiny_decoder
 
 GLOBAL_BATCH = 8
 NUM_SAMPLES = 44  # not a multiple: the last window of an epoch is a short one
-LAYERS = 8
+LAYERS = 8  # two for each of four stages, which some schedules need
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def make_trainer(job: Job, record: TrainerCallback) -> Trainer:
         given["accelerator"] = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     return trainer_class(
         args=arguments_class.from_dict(settings),
-        model_init=lambda: tiny_decoder(num_layers=LAYERS, **job.model),
+        model_init=lambda: tiny_decoder(**{"num_layers": LAYERS, **job.model}),
         train_dataset=tiny_dataset(NUM_SAMPLES, sequence_length=12),
         eval_dataset=tiny_dataset(11, sequence_length=12, seed=1),
         callbacks=[record],

@@ -11,7 +11,10 @@ from strategy_jobs import Job, launch
 from headway.checkpoint.tensors import read_shards
 
 NAMES = ("single", "ddp2", "fsdp2", "fsdp4", "pp2", "pp4")
-SAVED_AT, GO_ON_TO = 7, 27
+# On over the ends of two epochs, each with a short window.
+SAVED_AT, GO_ON_TO = 7, 20
+# One layer for each of four stages.
+SMALL = {"num_layers": 4}
 SAVES = {"save_strategy": "steps", "save_steps": SAVED_AT}
 STOPS = {**SAVES, "stop_at": f"{SAVED_AT} steps"}
 
@@ -25,14 +28,19 @@ def saved(tmp_path_factory):
     """By strategy: a folder with the checkpoint that it wrote."""
     root = tmp_path_factory.mktemp("saved")
     for names in (["single"], ["ddp2", "fsdp2", "pp2"], ["fsdp4", "pp4"]):
-        launch([Job(name, GO_ON_TO, str(root / name), STOPS, evaluate=False) for name in names])
+        launch(
+            [
+                Job(name, GO_ON_TO, str(root / name), STOPS, model=SMALL, evaluate=False)
+                for name in names
+            ]
+        )
     return {name: root / name for name in NAMES}
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    job = Job("single", GO_ON_TO, str(folder), evaluate=False)
+    job = Job("single", GO_ON_TO, str(folder), model=SMALL, evaluate=False)
     return launch([job])[0][0]
 
 
@@ -48,13 +56,14 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("loader", NAMES)
 def test_any_strategy_goes_on_with_what_any_other_saved(loader, saved, uninterrupted, tmp_path):
     jobs = []
+    rest = {"model": SMALL, "evaluate": False}
     for saver in NAMES:
         source = str(checkpoint_of(saved[saver]))
         # Saved again before any step: what was loaded, gathered and written.
         again = str(tmp_path / f"{saver}-again")
-        jobs.append(Job(loader, SAVED_AT, again, SAVES, resume=source, evaluate=False))
+        jobs.append(Job(loader, SAVED_AT, again, SAVES, resume=source, **rest))
         on = str(tmp_path / f"{saver}-on")
-        jobs.append(Job(loader, GO_ON_TO, on, resume=source, evaluate=False))
+        jobs.append(Job(loader, GO_ON_TO, on, resume=source, **rest))
     found = launch(jobs, timeout_s=500)
     wanted = uninterrupted.losses[SAVED_AT:]
     assert len(wanted) == GO_ON_TO - SAVED_AT
