@@ -25,6 +25,25 @@ _COMPACT = json.JSONEncoder(allow_nan=False)
 MAX_DEPTH = 150
 
 
+class EncodedList:
+    """A list of which each item is the text that `encode_item` made of it."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+
+
+def encode_item(value: Any, name: str | Path) -> str:
+    """The text of one item of an `EncodedList`, within the limits of a file."""
+    try:
+        text = _COMPACT.encode(value)
+        _check_depth(value)
+    except RecursionError:
+        raise CheckpointError(f"{name} would be nested too deeply to be read again") from None
+    except _TooMuchError as error:
+        raise CheckpointError(f"{name} would not be read again: it {error}") from None
+    return text
+
+
 def encode_json(value: Any, name: str | Path, *, indent: int = 1) -> bytes:
     """The text of a JSON file; `CheckpointError` naming it for what would not be read again."""
     try:
@@ -43,21 +62,23 @@ def _encode(value: Any, indent: int) -> str:
 
     Python indents in Python, which takes three times as long and stops training meanwhile.
     """
-    if not isinstance(value, dict) or not any(map(_is_long, value.values())):
+    if not isinstance(value, dict) or not any(map(is_long, value.values())):
         return json.dumps(value, indent=indent, allow_nan=False)
     start = "\n" + " " * indent
     members = []
     for key, item in value.items():
-        if _is_long(item):
-            text = f"[{start} " + f",{start} ".join(map(_COMPACT.encode, item)) + f"{start}]"
+        if is_long(item):
+            texts = item.texts if isinstance(item, EncodedList) else map(_COMPACT.encode, item)
+            text = f"[{start} " + f",{start} ".join(texts) + f"{start}]"
         else:
             text = json.dumps(item, indent=indent, allow_nan=False).replace("\n", start)
         members.append(f"{json.dumps(key)}: {text}")
     return f"{{{start}" + f",{start}".join(members) + "\n}"
 
 
-def _is_long(item: Any) -> bool:
-    return isinstance(item, list) and len(item) > _LONG_LIST
+def is_long(item: Any) -> bool:
+    """Whether it is a list that gets a line for each item."""
+    return isinstance(item, EncodedList) or (isinstance(item, list) and len(item) > _LONG_LIST)
 
 
 def read_json(

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headway.checkpoint.component import SharingPattern, StateComponent, file_stem
 from headway.checkpoint.contents import (
@@ -39,12 +39,14 @@ from headway.checkpoint.contents import (
     plain_json,
 )
 from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.jsonfile import is_long
 from headway.checkpoint.manifest import finite_or_text
 from headway.checkpoint.model import ModelTensors, collect_model
 from headway.checkpoint.optimizer import expected_state_bytes, split_optimizer
 from headway.checkpoint.packed import ALIGN_BYTES, aligned, cut_up, packed_bytes
 from headway.checkpoint.parameter_state import ParameterState
 from headway.checkpoint.ranks import Ranks
+from headway.checkpoint.records import RecordTexts, refuse_tensors
 from headway.checkpoint.sharding import as_slice
 from headway.checkpoint.side_copy import SideCopy
 from headway.checkpoint.staged import (
@@ -55,7 +57,7 @@ from headway.checkpoint.staged import (
     TensorSlice,
 )
 from headway.checkpoint.storage import check_name, is_plain_file, list_files
-from headway.checkpoint.tree import split_tree
+from headway.checkpoint.tree import has_plain_keys, split_tree
 from headway.errors import ConfigError
 
 _MOST_SLACK = 1.05
@@ -159,7 +161,17 @@ class HostBuffers:
     def _lock_pages(self) -> None:
         # Not by pin_memory(): torch rounds page-locked memory up to a power of two.
         runtime, pointer = torch.cuda.cudart(), self._slab.data_ptr()
-        if int(runtime.cudaHostRegister(pointer, self.capacity_bytes, 0)) != 0:
+        device, codes = torch.cuda.current_device(), []
+
+        def register() -> None:
+            with torch.cuda.device(device):
+                codes.append(int(runtime.cudaHostRegister(pointer, self.capacity_bytes, 0)))
+
+        # CUDA keeps a failure for the thread that met it, where a later launch would be blamed.
+        thread = threading.Thread(target=register, name="headway-page-lock")
+        thread.start()
+        thread.join()
+        if codes != [0]:
             logger.warning(
                 "could not page-lock %d bytes of host memory; saves will hold up training longer",
                 self.capacity_bytes,
@@ -186,6 +198,8 @@ class Stager:
         self._buffers: HostBuffers | None = None
         self._side_copy = SideCopy()
         self._tokenizer: tuple[Any, dict[str, bytes]] | None = None
+        self._records: dict[str, RecordTexts] = {}
+        """By the key of a long list in the trainer's state: its history."""
 
     @property
     def host_bytes(self) -> int:
@@ -243,8 +257,7 @@ class Stager:
         staged.components += [self._take_component(c) for c in contents.components]
         if self._ranks.is_main:
             self._take_texts(staged, contents, metrics)
-        late = _changed_by_step_only(staged) if contents.optimizer is not None else set()
-        self._copy(staged, late)
+        self._copy(staged, _changed_by_step_only(staged, contents.optimizer))
         return staged
 
     def wait_before_update(self) -> None:
@@ -293,13 +306,7 @@ class Stager:
         contents: CheckpointContents,
         metrics: Mapping[str, Any] | None,
     ) -> None:
-        encoded, tensors = split_tree(contents.trainer_state, what="trainer state")
-        if tensors:
-            raise ConfigError(
-                f"trainer state: {', '.join(tensors)} is a tensor or array; "
-                f"{TRAINER_STATE_NAME} takes plain values only"
-            )
-        staged.trees.append(StagedTree(TRAINER_STATE_STEM, encoded))
+        staged.trees.append(StagedTree(TRAINER_STATE_STEM, self._encode_trainer_state(contents)))
         if contents.run_config is not None:
             text = plain_json(contents.run_config, "the run configuration")
             staged.texts[RUN_CONFIG_NAME] = text
@@ -309,6 +316,20 @@ class Stager:
             staged.texts[EVAL_METRICS_NAME] = plain_json(finite, "the evaluation metrics")
         if contents.save_tokenizer is not None:
             staged.texts.update(self._tokenizer_files(contents.save_tokenizer))
+
+    def _encode_trainer_state(self, contents: CheckpointContents) -> Any:
+        what, state = "trainer state", contents.trainer_state
+        lists = {key: item for key, item in state.items() if is_long(item)}
+        if not has_plain_keys(state):
+            lists = {}
+        rest = {key: item for key, item in state.items() if key not in lists}
+        encoded, tensors = split_tree(rest, what=what)
+        refuse_tensors(tensors, what, TRAINER_STATE_NAME)
+        for key, records in lists.items():
+            if key not in self._records:
+                self._records[key] = RecordTexts(what, key, TRAINER_STATE_NAME)
+            encoded[key] = self._records[key].take(records)
+        return encoded
 
     def _tokenizer_files(self, save: Callable[[str], Any]) -> dict[str, bytes]:
         # Kept: writing a large vocabulary out takes longer than copying the state.
@@ -372,17 +393,26 @@ def _take_optimizer(optimizer: torch.optim.Optimizer, model: ModelTensors) -> St
     )
 
 
-def _changed_by_step_only(staged: StagedCheckpoint) -> set[int]:
-    """Tensors that nothing changes before the next optimizer step, by `id`."""
+def _changed_by_step_only(
+    staged: StagedCheckpoint, optimizer: torch.optim.Optimizer | None
+) -> set[int]:
+    """Tensors that nothing changes before the next optimizer step, by `id`.
+
+    Parameters that no optimizer has may be a forward's to write to, such as an encoder that follows
+    another one, and `.data` leaves no trace of that.
+    """
+    if optimizer is None:
+        return set()
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
     found: set[int] = set()
     for component in staged.components:
         if component.shards is None:
             continue
+        ids = {id(tensor) for tensor in component.shards.tensors.values()}
         if component.key == "optimizer" or component.follows_steps:
-            found |= {id(tensor) for tensor in component.shards.tensors.values()}
+            found |= ids
         elif component.key == "model":
-            tensors = component.shards.tensors.values()
-            found |= {id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)}
+            found |= ids & stepped
     return found
 
 

@@ -49,6 +49,11 @@ def _stands_for_itself(value: Any) -> bool:
     return kind is str or kind is bool or value is None
 
 
+def has_plain_keys(value: dict[Any, Any]) -> bool:
+    """Whether a JSON object can have these keys as they are."""
+    return all(type(key) is str and not key.startswith("$") for key in value)
+
+
 class _Splitter:
     def __init__(self, what: str) -> None:
         self.what = what
@@ -101,7 +106,7 @@ class _Splitter:
         self._open.add(id(value))
         try:
             if kind is dict:
-                if self.has_plain_keys(value):
+                if self.keys_are_plain(value):
                     return {
                         key: item if _stands_for_itself(item) else self.encode(item, (*path, key))
                         for key, item in value.items()
@@ -123,12 +128,12 @@ class _Splitter:
         finally:
             self._open.discard(id(value))
 
-    def has_plain_keys(self, value: dict[Any, Any]) -> bool:
-        """Whether JSON has keys like these; records of a history mostly have the same."""
+    def keys_are_plain(self, value: dict[Any, Any]) -> bool:
+        """The same as `has_plain_keys`; many objects of a state have the same keys."""
         keys = tuple(value)
         if keys in self._plain_keys:
             return True
-        if not all(type(key) is str and not key.startswith("$") for key in keys):
+        if not has_plain_keys(value):
             return False
         self._plain_keys.add(keys)
         return True
@@ -150,13 +155,16 @@ class _Splitter:
             raise self.refuse(path, f"is a numpy value of dtype {dtype}")
 
 
-def split_tree(state: Any, *, what: str = "state") -> tuple[Any, dict[str, torch.Tensor]]:
+def split_tree(
+    state: Any, *, what: str = "state", path: tuple[str, ...] = ()
+) -> tuple[Any, dict[str, torch.Tensor]]:
     """Encode `state` as a JSON value and the tensors it refers to.
 
-    A leaf that cannot be stored is a `ConfigError` that opens with `what` and names the leaf.
+    A leaf that cannot be stored is a `ConfigError` that opens with `what` and names the leaf, from
+    `path` on.
     """
     splitter = _Splitter(what)
-    return splitter.encode(state, ()), splitter.tensors
+    return splitter.encode(state, path), splitter.tensors
 
 
 def join_tree(encoded: Any, tensors: Mapping[str, torch.Tensor], *, what: str = "state") -> Any:

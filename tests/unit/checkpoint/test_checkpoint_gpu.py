@@ -127,6 +127,30 @@ def test_training_goes_on_during_the_copy_and_none_of_it_is_in_the_checkpoint(
         assert torch.equal(found, moment)
 
 
+def test_what_a_forward_writes_to_is_in_the_checkpoint_as_it_was(tmp_path):
+    """Parameters that no optimizer has, such as an encoder that follows another one."""
+    torch.manual_seed(0)
+    model = nn.ParameterDict(
+        {"own": torch.randn(4096, 4096), "follows": torch.randn(4096, 4096)}
+    ).cuda()
+    model["follows"].requires_grad_(False)
+    optimizer = torch.optim.AdamW([model["own"]], lr=0.1, fused=True)
+    model["own"].grad = torch.randn_like(model["own"])
+    optimizer.step()
+    contents = CheckpointContents(model, optimizer)
+    manager = CheckpointManager(tmp_path)
+    manager.reserve(contents)
+    follows = model["follows"].detach().clone()
+    pending = manager.stage(contents, 1)
+    for _ in range(50):
+        model["follows"].data.mul_(0.5)
+    manager.write(pending)
+    torch.cuda.synchronize()
+    model["follows"].data.zero_()
+    manager.load(contents, components=["model"])
+    assert torch.equal(model["follows"], follows)
+
+
 def test_host_memory_is_page_locked_and_no_larger_than_the_state():
     contents = large_contents()
     stager = Stager(SoloRanks())

@@ -163,10 +163,9 @@ def test_a_thread_locks_pages_on_the_device_of_the_run_once_they_are_there(monke
     buffers.reserve(1504)
     buffers.make_ready(wait=False)
     buffers.take([torch.zeros(375)])
-    assert events == [(1504, 3, "headway-save-memory", 2)]
-    current.device = 0
+    assert events == [(1504, 3, "headway-page-lock", 2)]
     buffers.take([torch.zeros(1000)])  # other memory, whose pages are locked at once
-    assert events[1:] == ["released", (4000, 0, "MainThread", 2)]
+    assert events[1:] == ["released", (4000, 3, "headway-page-lock", 2)]
 
 
 def test_every_kind_of_tensor_is_copied_as_it_is():
@@ -267,3 +266,40 @@ def test_a_sharded_component_takes_only_tensors_by_name(tmp_path):
     contents = CheckpointContents(nn.Linear(1, 1), None, [component])
     with pytest.raises(ConfigError, match="'table' is SHARDED: value is a int"):
         CheckpointManager(tmp_path).save(contents, 1)
+
+
+def test_what_a_forward_may_write_to_is_not_copied_beside_it(monkeypatch):
+    """On a GPU. Such as an encoder that follows another one, which no optimizer has."""
+    model = nn.ModuleDict({"own": nn.Linear(2, 2), "follows": nn.BatchNorm1d(2)})
+    model["follows"].requires_grad_(False)
+    contents = CheckpointContents(model, torch.optim.SGD(model["own"].parameters(), lr=0.1))
+    stager, beside = Stager(SoloRanks()), set()
+    monkeypatch.setattr(stager, "_copy", lambda staged, late: beside.update(late))
+    stager.stage(contents)
+    assert beside == {id(parameter) for parameter in model["own"].parameters()}
+
+
+def test_memory_that_cannot_be_locked_is_told_and_blamed_on_nobody_else(monkeypatch, caplog):
+    """CUDA remembers the failure for the thread that met it."""
+    met_by = []
+
+    class Runtime:
+        def cudaHostRegister(self, *given):
+            met_by.append(threading.current_thread())
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    devices = []
+
+    @contextmanager
+    def on(device):
+        devices.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    buffers = HostBuffers(pinned=True)
+    buffers.take([torch.ones(4)])
+    assert "could not page-lock" in caplog.text
+    assert len(met_by) == 1 and met_by[0] is not threading.current_thread()
+    assert devices == [3]
