@@ -198,8 +198,8 @@ class _Layout:
 
 
 # The same at every step, unless some parameters have no gradient now and then; inside the backward
-# pass one for every size of a parameter.
-_layout = functools.lru_cache(maxsize=128)(_Layout)
+# pass one for every size of a parameter. Few: each takes eight bytes for a thousand weights.
+_layout = functools.lru_cache(maxsize=16)(_Layout)
 
 
 def _send(values: Tensor, device: torch.device) -> Tensor:
@@ -216,11 +216,19 @@ def _rates(steps: list[Tensor], group: dict[str, Any]) -> Tensor:
     return torch.stack([sizes, roots, decay], dim=1).float()
 
 
+def has_other_step(optimizer: Optimizer) -> bool:
+    """Whether somebody put a `step` of their own on it; a scheduler of torch puts a wrapper."""
+    own = optimizer.__dict__.get("step")
+    if hasattr(own, "_wrapped_by_lr_sched"):
+        own = getattr(own, "__wrapped__", own)
+        return getattr(own, "__func__", own) is not type(optimizer).step
+    return own is not None
+
+
 def _is_watched(optimizer: Optimizer) -> bool:
     """Whether somebody would miss a call of `step` itself."""
-    own = optimizer.__dict__.get("step")
     return bool(
-        (own is not None and not hasattr(own, "_wrapped_by_lr_sched"))
+        has_other_step(optimizer)
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or optimizer_module._global_optimizer_pre_hooks

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from headway.errors import ConfigError
-from headway.optim.adamw_step import step
+from headway.optim.adamw_step import has_other_step, step
 from headway.optim.multi import JoinedOptimizer
 
 _OPTION = "fuse_optim_with_backward"
@@ -39,6 +39,13 @@ class BackwardSteps:
     def __init__(
         self, optimizer: Optimizer, *, later: Collection[Tensor] = (), reading_waits: bool
     ) -> None:
+        parts = optimizer.parts if isinstance(optimizer, JoinedOptimizer) else [optimizer]
+        if any(has_other_step(part) for part in (optimizer, *parts)):
+            raise ConfigError(
+                f"{_OPTION}=True calls the step of the optimizer's class for one parameter at a "
+                "time, and somebody put another step on this optimizer, which would be passed "
+                f"over; take it off, or set {_OPTION}=False"
+            )
         self._optimizer, self._reading_waits = optimizer, reading_waits
         self.norms: dict[int, Tensor] = {}
         """Norms of the gradients of this step that are gone, by `id` of the parameter."""

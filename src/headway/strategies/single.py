@@ -161,6 +161,7 @@ class SingleDevice(Strategy):
         if self._steps is not None:
             self._steps.close()
             self._steps = None
+        self._kernel_step = None
         self._model = None
         self._parameters = []
 

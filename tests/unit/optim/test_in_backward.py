@@ -1,16 +1,19 @@
 """The optimizer inside the backward pass: the same weights, bit for bit, and no gradients left."""
 
+import types
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 from headway import ConfigError, Trainer, TrainerCallback, TrainingArguments
 from headway.data.datasets import SyntheticDataset
 from headway.data.windows import Window
 from headway.engine.loop import NonFiniteError
+from headway.optim.adamw_step import has_other_step
 from headway.optim.build import build_optimizer
 from headway.optim.in_backward import BackwardSteps
 from headway.strategies.objective import Objective
@@ -253,6 +256,26 @@ def test_a_backward_pass_of_somebody_else_updates_nothing():
         weight.sum().backward()
     steps.finish()
     assert torch.equal(weight, torch.zeros(3))
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_step_that_somebody_put_on_the_optimizer_is_not_passed_over(scheduled):
+    weight = nn.Parameter(torch.ones(3))
+
+    def new_optimizer(patched):
+        optimizer = torch.optim.AdamW([weight], fused=True)
+        if patched:
+            step = types.MethodType(lambda self, closure=None: AdamW.step(self, closure), optimizer)
+            optimizer.step = step
+        if scheduled:  # wraps what it finds
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        return optimizer
+
+    assert has_other_step(new_optimizer(patched=True))
+    assert not has_other_step(new_optimizer(patched=False))
+    BackwardSteps(new_optimizer(patched=False), reading_waits=False)
+    with pytest.raises(ConfigError, match="somebody put another step on this optimizer"):
+        BackwardSteps(new_optimizer(patched=True), reading_waits=False)
 
 
 def test_several_micro_batches_are_refused_also_where_a_global_batch_makes_them(tmp_path):
