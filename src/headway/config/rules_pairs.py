@@ -10,6 +10,7 @@ from typing import Any
 from headway.config.duration import Duration
 from headway.config.pipe_schedules import ScheduleFacts, find_facts
 from headway.config.rules import Check, Rule, default_of
+from headway.config.rules_values import GRAPH_MODES
 from headway.errors import ConfigError
 
 _FUSE = "fuse_optim_with_backward"
@@ -64,25 +65,22 @@ def _fuse_in(trainer: str) -> Check:
     return check
 
 
-def _autotune(args: Any) -> bool:
-    return bool(args.torch_compile_mode == "max-autotune")
+def _graphs_do_not_go_with(args: Any, what: str) -> str | None:
+    """A graph's memory, gradients included, is that of its next replay: nothing adds up in it."""
+    mode = args.torch_compile_mode
+    if mode not in GRAPH_MODES:
+        return None
+    instead = f"use torch_compile_mode={GRAPH_MODES[mode]!r}"
+    return f"torch_compile_mode={mode!r} does not work {what}; {instead}"
 
 
-_SUBSTITUTE = "use torch_compile_mode='max-autotune-no-cudagraphs'"
-
-
-def _autotune_accumulation(args: Any) -> str | None:
+def _graphs_accumulation(args: Any) -> str | None:
     steps = args.gradient_accumulation_steps
-    if not _autotune(args) or steps <= 1:
-        return None
-    given = f"{_ACCUMULATION}={steps}"
-    return f"torch_compile_mode='max-autotune' does not work with {given}; {_SUBSTITUTE}"
+    return _graphs_do_not_go_with(args, f"with {_ACCUMULATION}={steps}") if steps > 1 else None
 
 
-def _autotune_pipeline(args: Any) -> str | None:
-    if not _autotune(args):
-        return None
-    return f"torch_compile_mode='max-autotune' does not work in PipelineTrainer; {_SUBSTITUTE}"
+def _graphs_pipeline(args: Any) -> str | None:
+    return _graphs_do_not_go_with(args, "in PipelineTrainer")
 
 
 def _budget_needs_compile(args: Any) -> str | None:
@@ -366,9 +364,10 @@ RULES: list[Rule] = [
          "No fused optimizer with several pipeline micro-batches.",
          _fuse_with("n_microbatches", _PIECES), strategies=_PP),
     Rule("20", ("torch_compile_mode", _ACCUMULATION), "args",
-         "max-autotune does not work with accumulation.", _autotune_accumulation),
+         "Modes with CUDA graphs do not work with accumulation.", _graphs_accumulation),
     Rule("21", ("torch_compile_mode",), "args",
-         "max-autotune does not work in PipelineTrainer.", _autotune_pipeline, strategies=_PP),
+         "Modes with CUDA graphs do not work in PipelineTrainer.", _graphs_pipeline,
+         strategies=_PP),
     Rule("22", ("pipe_schedule", "torch_compile"), "args",
          "ScheduleInterleavedZeroBubble cannot be compiled.",
          _compiled_schedule("InterleavedZeroBubble"), strategies=_PP),

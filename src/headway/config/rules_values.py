@@ -34,6 +34,8 @@ DTYPE_SPELLINGS = ("bf16", "bfloat16", "float16", "float32", "fp16", "fp32", "ha
 STAGE_TYPES = ("loop", "v")
 MATMUL_PRECISIONS = ("high", "highest", "medium")
 COMPILE_MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
+GRAPH_MODES = {"max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": "default"}
+"""Those that replay CUDA graphs on a GPU, each with the one that comes nearest without them."""
 TRACKERS = ("comet_ml", "mlflow", "tensorboard", "trackio", "wandb")
 NONFINITE_ACTIONS = ("raise", "skip", "stop")
 LR_SCHEDULES = (

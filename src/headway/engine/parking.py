@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# These replay kernels with the addresses that they were recorded with.
-_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+from headway.config.rules_values import GRAPH_MODES
 
 
 class StateParking:
@@ -41,7 +40,8 @@ class StateParking:
         """Why it cannot be moved; None if it can."""
         if self._device.type not in ("cpu", "cuda"):
             return f"memory of {self._device.type} devices cannot be given back and taken again"
-        if compile_mode in _GRAPH_MODES and self._device.type == "cuda":
+        # These replay kernels with the addresses that they were recorded with.
+        if compile_mode in GRAPH_MODES and self._device.type == "cuda":
             return f"torch_compile_mode={compile_mode!r} records CUDA graphs, which hold addresses"
         for parameter in self._model.parameters():
             if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):

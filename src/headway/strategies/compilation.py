@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from headway.args import FSDP2TrainingArguments, TrainingArguments
+from headway.config.rules_values import GRAPH_MODES
 from headway.errors import ConfigError, unknown
 from headway.models.cache import KVCache
 from headway.models.decoder import Decoder
@@ -32,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 BLOCKS, MODEL = "blocks", "model"
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
-# Those with graphs of the device's own replay memory that the next step writes to.
-_REPLAYING_MODES = ("reduce-overhead", "max-autotune")
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class CompileOptions:
     @property
     def replays(self) -> bool:
         """Whether results live in memory that the next step overwrites."""
-        return self.backend == "inductor" and self.mode in _REPLAYING_MODES
+        return self.backend == "inductor" and self.mode in GRAPH_MODES
 
     def check(self, device: torch.device) -> None:
         """Refuse a backend that this torch, or this machine, does not have, and a whole that is
