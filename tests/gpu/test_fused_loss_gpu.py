@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from headway.models.fused_loss import FACTORIES
-from headway.models.loss import IGNORED_LABEL
+from headway.models.loss import IGNORED_LABEL, chunked_cross_entropy, shift_labels
 
 pytestmark = pytest.mark.gpu
 
@@ -39,6 +39,28 @@ def test_a_fused_loss_and_its_gradients_are_those_of_the_plain_loss(name):
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
     for ours, theirs in zip(made, (hidden.grad, head.weight.grad)):
+        assert (ours - theirs).norm() / theirs.norm() < 2e-2
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_loss_in_several_chunks_is_the_plain_one(dtype, bias):
+    """Of which the last is a short one; gradients of the head add up over them."""
+    torch.manual_seed(0)
+    head = nn.Linear(256, 5003, bias=bias, device="cuda")
+    hidden = torch.randn(3, 333, 256, device="cuda", requires_grad=True)
+    labels = torch.randint(5003, (3, 333), device="cuda")
+    labels[:, :20] = IGNORED_LABEL
+    wrt = [hidden, *head.parameters()]
+    with torch.autocast("cuda", dtype):
+        loss = chunked_cross_entropy(
+            hidden, head.weight, shift_labels(labels), chunk_tokens=128, bias=head.bias
+        )
+    made = torch.autograd.grad(loss, wrt)
+    logits = nn.functional.linear(hidden, head.weight, head.bias)[:, :-1].flatten(0, 1)
+    expected = nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
+    for ours, theirs in zip(made, torch.autograd.grad(expected, wrt), strict=True):
         assert (ours - theirs).norm() / theirs.norm() < 2e-2
 
 

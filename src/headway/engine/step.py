@@ -50,6 +50,8 @@ class Stepper:
         num_targets = totals.num_target_tokens
         if isinstance(num_targets, int):
             num_targets = max(1, num_targets)
+        else:
+            num_targets = num_targets.clamp(min=1)
         loss = p.strategy.forward_backward(window, p.objective, num_targets, fire)
         fire("on_gradients")
         is_watched = p.bus.listens("on_pre_optimizer_step")

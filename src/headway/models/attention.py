@@ -243,8 +243,7 @@ class Attention(nn.Module):
         if self.q_norm is None and joins(x, *layers):
             query, key = (layer.weight.shape[0] // self.head_size for layer in layers[:2])
             return split_heads(project_joined(x, *layers), *rope, query, key)
-        heads = (*x.shape[:2], -1, self.head_size)
-        q_BSND, k_BSND, v_BTND = (layer(x).view(heads) for layer in layers)
+        q_BSND, k_BSND, v_BTND = (layer(x).unflatten(2, (-1, self.head_size)) for layer in layers)
         if self.q_norm is not None and self.k_norm is not None:
             q_BSND, k_BSND = self.q_norm(q_BSND), self.k_norm(k_BSND)
         return apply_rope(q_BSND, *rope), apply_rope(k_BSND, *rope), v_BTND

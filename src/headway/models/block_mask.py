@@ -44,7 +44,9 @@ def make_block_mask(
 
 @functools.lru_cache(maxsize=16)
 def _shared_block_mask(seq_len: int, device: torch.device, window: int | None) -> Any:
-    return _assemble(seq_len, device, window, None, None)
+    # Kept for training too, also where an evaluation in inference mode asks for it first.
+    with torch.inference_mode(False):
+        return _assemble(seq_len, device, window, None, None)
 
 
 def _assemble(

@@ -38,6 +38,15 @@ _POSITIVE_INTS = (
 _FLAGS = ("qk_norm", "tie_embeddings", "attention_bias")
 
 
+def default_chunk_tokens(vocab_size: int) -> int:
+    """Tokens whose logits make 512 MiB in float32, from 256 to 8,192, a power of two.
+
+    On a GPU larger chunks gain nothing more, much smaller ones lose some percent of a step.
+    """
+    fitting = _CHUNK_LOGITS // vocab_size
+    return max(256, min(8192, 1 << max(0, fitting.bit_length() - 1)))
+
+
 @dataclass(kw_only=True)
 class DecoderConfig:
     """Sizes and switches of a Llama-family decoder; wrong ones raise `ConfigError`, all at once."""
@@ -135,9 +144,7 @@ class DecoderConfig:
         """`loss_chunk_tokens`, known to be an int."""
         if self.loss_chunk_tokens is not None:
             return self.loss_chunk_tokens
-        # On a GPU larger chunks gain nothing more, smaller ones lose some percent of a step.
-        fitting = _CHUNK_LOGITS // self.vocab_size
-        return max(256, min(8192, 1 << max(0, fitting.bit_length() - 1)))
+        return default_chunk_tokens(self.vocab_size)
 
     def _fill_defaults(self) -> None:
         if any(not _is_positive_int(n) for n in (self.hidden_size, self.num_heads)):

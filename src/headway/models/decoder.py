@@ -22,16 +22,15 @@ from headway.models.config import DecoderConfig, check_fields
 from headway.models.fp8_mlp import fits, fp8_gated_mlp, settings_of
 from headway.models.kernels.swiglu import gated_down
 from headway.models.loss import (
-    IGNORED_LABEL,
     chunked_cross_entropy,
     cross_entropy_sum,
+    loss_divisor,
     shift_labels,
 )
 from headway.models.norm import RMSNorm, compute_dtype
-from headway.models.projections import joins, project_joined
+from headway.models.projections import is_plain_linear, joins, project_joined
 from headway.models.recomputed import recomputed
 from headway.models.rope import RotaryTable
-from headway.precision.quantized import computes_as_its_weight
 
 CHECKPOINTING_KEYS = ("context_fn", "determinism_check", "preserve_rng_state", "use_reentrant")
 
@@ -120,6 +119,18 @@ class DecoderLayer(nn.Module):
         return F.dropout(x, self.dropout, training=self.training) if self.dropout else x
 
 
+# Products of the decoder's own in fewer bits, by their class's name: torchao may not be there.
+_PRODUCTS_IN_FEW_BITS = ("FakeQuantizedLinear", "Float8Linear")
+
+
+def _never_draws(module: nn.Module) -> bool:
+    """Whether it is known to use no random numbers of its own, `config.dropout` aside."""
+    kind = type(module)  # sharding makes a subclass of each, with the same forward
+    own = (DecoderLayer, Attention, GatedMLP, RMSNorm, nn.Linear, nn.ModuleList)
+    is_own = kind.forward in [one.forward for one in own] or kind.__name__ in _PRODUCTS_IN_FEW_BITS
+    return is_own and "forward" not in module.__dict__
+
+
 class DecoderStack(nn.Module):
     """Everything between token ids and the head."""
 
@@ -127,6 +138,7 @@ class DecoderStack(nn.Module):
         super().__init__()
         self.config = config
         self.checkpointing: dict[str, Any] | None = None
+        self._draws = True
         self.prefers_flex = False
         """Set by whoever compiles the blocks, where flex attention goes with the rest."""
         self.embed_tokens: nn.Embedding = nn.utils.skip_init(
@@ -167,15 +179,31 @@ class DecoderStack(nn.Module):
         )
         rope = self.rotary_emb(seq_len, past_len, position_ids, dtype)
         recompute = self.checkpointing is not None and self.training and torch.is_grad_enabled()
+        options = self._recomputation() if recompute else {}
         for layer in self.layers:
             if recompute:
-                x = recomputed(layer, x, rope, plan, **(self.checkpointing or {}))
+                x = recomputed(layer, x, rope, plan, **options)
             else:
                 x = layer(x, rope, plan, cache)
         if cache is not None:
             cache.advance(seq_len)
         out: Tensor = self.norm(x)
         return out
+
+    def _recomputation(self) -> dict[str, Any]:
+        """How blocks are recomputed: with the random state of their forward, where they draw.
+
+        Saving that state costs a device round trip. Of what is not the decoder's own (an adapter,
+        say) nobody knows whether it draws.
+        """
+        if not torch.compiler.is_compiling():  # adapters may have come since
+            self.note_draws()
+        return {"preserve_rng_state": self._draws, **(self.checkpointing or {})}
+
+    def note_draws(self) -> None:
+        """Find out whether blocks draw random numbers."""
+        own = all(map(_never_draws, self.layers.modules()))
+        self._draws = self.config.dropout > 0 or not own
 
     def _check(self, length: int, device: torch.device) -> None:
         if length > self.config.max_seq_len:
@@ -251,18 +279,18 @@ class Decoder(nn.Module):
 
     def _loss(self, hidden: Tensor, labels: Tensor, num_items: int | Tensor | None) -> Tensor:
         chunk_tokens = self.config.chunk_tokens
-        if computes_as_its_weight(self.lm_head):
+        if is_plain_linear(self.lm_head):
             return chunked_cross_entropy(
                 hidden,
                 self.lm_head.weight,
                 shift_labels(labels),
                 num_items=num_items,
                 chunk_tokens=chunk_tokens,
+                bias=self.lm_head.bias,
             )
+        # Few bits, an adapter, a hook: what its weight alone gives would pass over that.
         total = cross_entropy_sum(self.lm_head(hidden), labels, chunk_tokens=chunk_tokens)
-        if num_items is None:
-            num_items = (labels[..., 1:] != IGNORED_LABEL).sum().clamp(min=1)
-        return total / num_items
+        return total / loss_divisor(num_items, shift_labels(labels))
 
     def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
         """Continue the prompts; see `headway.models.generate` for the options."""
@@ -344,9 +372,8 @@ class Decoder(nn.Module):
         ]
         if problems:
             raise ConfigError(problems)
-        # Saving the random state costs a device round trip, and only dropout needs it.
-        defaults = {"use_reentrant": False, "preserve_rng_state": self.config.dropout > 0}
-        self.model.checkpointing = {**defaults, **given}
+        self.model.checkpointing = {"use_reentrant": False, **given}
+        self.model.note_draws()
 
     def gradient_checkpointing_disable(self) -> None:
         """Keep all activations again."""

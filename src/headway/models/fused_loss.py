@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from headway.errors import ConfigError, missing_extra, unknown
-from headway.models.loss import IGNORED_LABEL, chunked_cross_entropy, shift_labels
+from headway.models.hf import other_loss_of
+from headway.models.loss import IGNORED_LABEL, chunked_cross_entropy, loss_divisor, shift_labels
 from headway.models.norm import compute_dtype
-from headway.precision.quantized import computes_as_its_weight
+from headway.models.projections import is_plain_linear
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +40,17 @@ class _Request:
     labels: Tensor | None = None
     num_items: int | Tensor | None = None
     made: Tensor | None = None
+    given: Tensor | None = None
+    """What the head gave for it."""
+    marks_zero: bool = False
+    """Whether a loss of zero is given as one: zero passes unchanged through what changes others."""
 
 
 class _FusedHead:
     """The forward of an output layer that gives a loss where one is asked for."""
+
+    adds_nothing = True
+    """Asked for nothing, it is the forward of its class (projections.py)."""
 
     def __init__(self, head: nn.Module, loss: FusedLossFunction, request: _Request) -> None:
         # An object and not a closure: a copy of the model gets a copy that knows its own head.
@@ -50,10 +58,14 @@ class _FusedHead:
 
     def __call__(self, hidden: Tensor) -> Any:
         request = self._request
-        if request.labels is None:
+        # Whoever hooks the head in the middle of a run wants to see logits.
+        if request.labels is None or not is_plain_linear(self._head):
             return type(self._head).forward(self._head, hidden)
-        request.made = self._loss(hidden, request.labels, num_items_in_batch=request.num_items)
-        return request.made
+        made = self._loss(hidden, request.labels, num_items_in_batch=request.num_items)
+        request.made = request.given = made
+        if request.marks_zero:
+            request.given = torch.where(made == 0, torch.ones_like(made), made)
+        return request.given
 
 
 class FusedLoss:
@@ -79,11 +91,16 @@ class FusedLoss:
                 f"{type(module).__name__} has no output layer that get_output_embeddings() gives"
             )
             return
-        if not computes_as_its_weight(head):
+        if not is_plain_linear(head):
             self._give_up(
-                f"the output layer became a {type(head).__name__}, and a loss made of its weight "
-                "would pass over what that computes (fp8_exclude and qat_exclude leave it whole)"
+                f"the output layer is a {type(head).__name__} that does more than multiply by its "
+                "weight (few bits, an adapter, a hook), and a loss made of that weight would pass "
+                "over it (fp8_exclude and qat_exclude leave it whole)"
             )
+            return
+        other = other_loss_of(module)
+        if other is not None:
+            self._give_up(f"the model's own loss is {other}, not that of the next token")
             return
         loss = self._factory(head)
         if not callable(loss):
@@ -101,24 +118,40 @@ class FusedLoss:
         """The loss of a batch; None where the model turned out to change what its head gives."""
         request = self._request
         request.labels, request.num_items = labels, num_items
+        request.marks_zero = not self._checked
         try:
             outputs = model(**inputs)
-            made = request.made
+            made, given = request.made, request.given
         finally:
-            request.labels = request.num_items = request.made = None
-        given = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
-        share: Tensor = given
-        if not self._checked:
-            self._checked = True
-            # One look at the device, in the first step only.
-            if made is None or share.shape != made.shape or not torch.equal(share, made):
-                self._give_up("the model works on its logits after the output layer")
-                return None
-        return share
+            request.labels = request.num_items = request.made = request.given = None
+        share: Tensor | None = _field(outputs, "logits")
+        if made is None or given is None:
+            self._give_up("the output layer has a hook, or became something else")
+            return None
+        if self._checked:
+            return share
+        self._checked = True
+        adds = _field(outputs, "aux_loss")
+        if adds is not None:
+            self._give_up("the model adds a loss of its own (aux_loss)")
+            return None
+        if share is None or share.shape != given.shape or not _are_equal(share, given):
+            self._give_up("the model works on its logits after the output layer")
+            return None
+        return share - (given - made).detach()
 
     def _give_up(self, reason: str) -> None:
         self.active = False
         logger.warning("fused loss: %s; the model's own loss is used instead", reason)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """A look at the device, in the first step only; what is no number is equal to itself."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _field(outputs: Any, name: str) -> Any:
+    return outputs.get(name) if isinstance(outputs, dict) else getattr(outputs, name, None)
 
 
 def chunked_loss(head: nn.Module) -> FusedLossFunction:
@@ -149,7 +182,7 @@ def liger_loss(head: nn.Module) -> FusedLossFunction:
     ) -> Tensor:
         rows, weight, bias, flat = _flatten(head, hidden, labels)
         total: Tensor = fused(weight, rows, flat, bias)
-        return total / _count(num_items_in_batch, flat)
+        return total / loss_divisor(num_items_in_batch, flat)
 
     return loss
 
@@ -177,7 +210,7 @@ def cut_cross_entropy_loss(head: nn.Module) -> FusedLossFunction:
         total: Tensor = linear_cross_entropy(
             rows, weight, flat, ignore_index=IGNORED_LABEL, reduction="sum", **biased
         )
-        return total / _count(num_items_in_batch, flat)
+        return total / loss_divisor(num_items_in_batch, flat)
 
     return loss
 
@@ -192,12 +225,6 @@ def _flatten(
     rows = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
     bias = None if bias is None else bias.to(dtype)
     return rows, weight.to(dtype), bias, shift_labels(labels).reshape(-1)
-
-
-def _count(num_items: int | Tensor | None, flat_labels: Tensor) -> int | Tensor:
-    if num_items is None:
-        return (flat_labels != IGNORED_LABEL).sum().clamp(min=1)
-    return num_items
 
 
 FACTORIES: dict[str, FusedLossFactory] = {

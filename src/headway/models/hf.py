@@ -69,6 +69,17 @@ def generation_config_of(model: nn.Module) -> dict[str, Any] | None:
     return found
 
 
+def other_loss_of(model: nn.Module) -> str | None:
+    """The name of a transformers model's loss, where it is not that of causal language models."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return "that of an encoder and a decoder"
+    function = getattr(model, "loss_function", None)
+    name = getattr(function, "__name__", None)
+    if function is None or not hasattr(model, "loss_type") or name == "ForCausalLMLoss":
+        return None
+    return name or repr(function)
+
+
 def state_for_export(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """A module's tensors by name, sorted, each once, and the names that alias another's tensor."""
     state = model.state_dict(keep_vars=True)

@@ -8,6 +8,7 @@ Shapes: N tokens, V vocabulary, D hidden width.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.models.config import default_chunk_tokens
 from headway.models.kernels.cross_entropy import can_use_kernel, cross_entropy_
 from headway.models.norm import compute_dtype
 
@@ -39,19 +41,20 @@ def chunked_cross_entropy(
     labels: Tensor,
     *,
     num_items: int | Tensor | None = None,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Cross entropy of `hidden @ weight.T (+ bias)` against already shifted `labels`.
 
     The sum over labels other than -100, divided by `num_items` or else by their own number.
+    `chunk_tokens`: as `loss_chunk_tokens` of the decoder.
     """
     flat_labels = labels.reshape(-1)
     dtype = compute_dtype(hidden)
     hidden_ND = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
-    chunk = chunk_tokens or max(hidden_ND.shape[0], 1)
+    chunk = _chunk(chunk_tokens, hidden_ND.shape[0], weight.shape[0])
     total: Tensor = _head_total(hidden_ND, weight, bias, flat_labels, chunk)
-    return total / _divisor(num_items, flat_labels)
+    return total / loss_divisor(num_items, flat_labels)
 
 
 # A compiler may hold several chunks at once, and cannot trace the products that widen their dtype.
@@ -66,9 +69,19 @@ def _head_total(
     return _HeadPass(hidden_ND, weight_VD, bias_V, labels_N, chunk, (False,) * 3).total
 
 
-def _divisor(num_items: int | Tensor | None, flat_labels: Tensor) -> int | Tensor:
+def _chunk(chunk_tokens: int | None, num_tokens: int, vocab_size: int) -> int:
+    if chunk_tokens is None:
+        return default_chunk_tokens(vocab_size)
+    return chunk_tokens or max(num_tokens, 1)
+
+
+def loss_divisor(num_items: int | Tensor | None, labels: Tensor) -> int | Tensor:
+    """What a sum is divided by: `num_items`, else the number of already shifted labels that count.
+
+    A batch without a target has a loss of nothing, and not one that is no number.
+    """
     if num_items is None:
-        num_items = count_targets(flat_labels)
+        num_items = count_targets(labels)
     return num_items.clamp(min=1) if isinstance(num_items, Tensor) else max(num_items, 1)
 
 
@@ -79,6 +92,12 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def _spans(num_tokens: int, chunk: int) -> Iterator[slice]:
     for start in range(0, num_tokens, chunk):
         yield slice(start, min(start + chunk, num_tokens))
+
+
+def _without_autocast(device_type: str) -> Any:
+    if device_type == "meta":  # has none
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 class _HeadPass:
@@ -107,7 +126,7 @@ class _HeadPass:
         self.grad_bias = None
         if wanted[2] and bias_V is not None:
             self.grad_bias = torch.zeros_like(bias_V, dtype=sum_dtype)
-        with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):
+        with torch.no_grad(), _without_autocast(hidden_ND.device.type):
             self.weight_VD = weight_VD.detach().to(self.dtype)
             self.bias_V = None if bias_V is None else bias_V.detach().to(self.dtype)
             for span in _spans(hidden_ND.shape[0], chunk):
@@ -209,14 +228,14 @@ class _HeadCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, *, chunk_tokens: int = 1024) -> Tensor:
+def cross_entropy_sum(logits: Tensor, labels: Tensor, *, chunk_tokens: int | None = None) -> Tensor:
     """Summed cross entropy of whole logits [..., S, V] against labels [..., S], shifted inside.
 
     For models that return only logits: no float32 copy of them is ever whole.
     """
     flat_labels = shift_labels(labels).reshape(-1)
     logits_NV = logits.reshape(-1, logits.shape[-1])
-    chunk = chunk_tokens or max(logits_NV.shape[0], 1)
+    chunk = _chunk(chunk_tokens, *logits_NV.shape)
     total: Tensor = _LogitsCrossEntropy.apply(logits_NV, flat_labels, chunk)
     return total
 

@@ -24,7 +24,7 @@ def joins(x: Tensor, *layers: nn.Module) -> bool:
         and x.is_cuda
         and x.dtype != torch.float64
         and is_compiled_here()
-        and all(map(_is_plain, layers))
+        and all(map(is_plain_linear, layers))
         and all(layer.weight.dtype in (x.dtype, torch.float32) for layer in layers)
         and len({layer.bias is None for layer in layers}) == 1
     )
@@ -46,7 +46,8 @@ def project_joined(x: Tensor, *layers: nn.Module) -> Tensor:
     return joined_linear(x, weights, torch.cat(biases).to(x.dtype) if biases else None)
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def is_plain_linear(layer: nn.Module) -> bool:
+    """Whether a call of it is the product with its weight, its bias added, and nothing else."""
     return type(layer) is nn.Linear and does_no_more(layer)
 
 
@@ -54,7 +55,7 @@ def does_no_more(layer: nn.Module) -> bool:
     """Nothing beside what its class does, as adapters, hooks and quantized weights would."""
     return (
         type(layer.weight) is nn.Parameter
-        and "forward" not in layer.__dict__
+        and ("forward" not in layer.__dict__ or hasattr(layer.forward, "adds_nothing"))
         and not layer._forward_hooks
         and not layer._forward_pre_hooks
         and not layer._backward_hooks

@@ -48,12 +48,6 @@ def is_quantized(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and type(tensor).__name__ in ALLOWED
 
 
-def computes_as_its_weight(layer: nn.Module) -> bool:
-    """Whether a linear layer is the product with its weight, and not one in fewer bits."""
-    changed = type(layer).__name__ in ("FakeQuantizedLinear", "Float8Linear")
-    return not changed and not is_quantized(getattr(layer, "weight", None))
-
-
 def quantized_names(module: nn.Module) -> list[str]:
     """Names of a module's weights that are quantized."""
     return [n for n, value in module.state_dict(keep_vars=True).items() if is_quantized(value)]

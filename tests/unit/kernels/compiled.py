@@ -66,8 +66,8 @@ def step() -> None:
 
 WIDE, HALF = torch.float32, torch.bfloat16
 LAUNCHES: dict[str, tuple[ModuleType, Callable[[], None]]] = {
-    "loss in one piece": (cross_entropy, lambda: lose(32000, dtype=HALF)),
-    "loss in pieces": (cross_entropy, lambda: lose(128256, dtype=WIDE)),
+    "loss": (cross_entropy, lambda: lose(32000, dtype=HALF)),
+    "loss in float32": (cross_entropy, lambda: lose(128256, dtype=WIDE)),
     "loss without gradient": (cross_entropy, lambda: lose(50257, dtype=HALF, with_grads=False)),
     "heads": (rope, lambda: turn(32, 8, 128, dtype=HALF, back=False)),
     "heads, back": (rope, lambda: turn(32, 8, 128, dtype=HALF, back=True)),

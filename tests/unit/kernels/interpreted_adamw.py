@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from kernels_on_cpu import open_kernel
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from headway import Trainer, TrainerCallback, TrainingArguments
 from headway.optim import adamw_step
 from headway.optim.adamw_step import KernelStep
+from headway.strategies import single
 
 open_kernel(adamw_step)
 
@@ -134,3 +137,73 @@ def test_betas_that_are_tensors_are_left_to_torch(monkeypatch: pytest.MonkeyPatc
         weights, optimizer = make(betas=betas)
         give_grads(weights, 0)
         assert (KernelStep.of(optimizer) is not None) == fits
+
+
+class Listener(TrainerCallback):
+    """Wants to see gradients as they are updated with."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_pre_optimizer_step(self, model: nn.Module) -> None:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        self.norms.append(float(nn.utils.get_total_norm(grads)))
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.layer(x) - 1).square().mean()}
+
+
+def test_a_run_that_is_clipped_in_the_step_is_that_of_one_that_is_clipped_before_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    factors: list[Tensor | None] = []
+
+    class Noted(KernelStep):
+        @classmethod
+        def of(cls, optimizer: torch.optim.Optimizer) -> Noted:  # type: ignore[override]
+            assert type(optimizer) is AdamW
+            return cls(optimizer)
+
+        def take(self, found_inf: Tensor | None = None) -> None:
+            factors.append(self.grad_factor)
+            super().take(found_inf)
+
+    for module in (adamw_step, single):
+        monkeypatch.setattr(module, "KernelStep", Noted)
+
+    def train(folder: str, *callbacks: TrainerCallback) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, generator = Small(), torch.Generator().manual_seed(1)
+        Trainer(
+            args=TrainingArguments(
+                output_dir=str(tmp_path / folder),
+                max_steps=5,
+                per_device_train_batch_size=2,
+                max_grad_norm=0.25,
+                weight_decay=0.1,
+                learning_rate=0.05,
+                save_strategy="no",
+                use_cpu=True,
+                seed=0,
+            ),
+            model=model,
+            train_dataset=[{"x": torch.randn(5, generator=generator)} for _ in range(10)],
+            callbacks=list(callbacks),
+            default_callbacks=False,
+        ).train()
+        return [p.detach() for p in model.parameters()]
+
+    in_step = train("in step")
+    assert len(factors) == 5 and all(f is not None and f < 1 for f in factors)
+    factors.clear()
+    listener = Listener()
+    before = train("before", listener)
+    assert factors == [None] * 5
+    assert listener.norms == pytest.approx([0.25] * 5, rel=1e-4), "as they are updated with"
+    assert all(map(torch.equal, in_step, before))

@@ -22,13 +22,13 @@ for module in (cross_entropy, rope, swiglu):
 
 DTYPES = [torch.float32, torch.bfloat16]
 CHECKS = ("test_schema", "test_faketensor")
-# In one piece with room to spare, held whole and padded, held whole, and in pieces.
-VOCABULARIES = [1, 50, 4096, 4097, 32768, 40001]
+# Around a block of the loss's kernel, and several of them.
+VOCABULARIES = [1, 50, 8191, 8192, 8193, 20000]
 
 
 def assert_near(found: Tensor, wanted: Tensor, *, atol: float = 1e-5) -> None:
     """Equal but for the rounding to the dtype that was found."""
-    rtol = 1e-2 if found.dtype == torch.bfloat16 else 1e-4
+    rtol = 1e-4 if found.dtype == torch.float32 else 1e-2
     torch.testing.assert_close(found.double(), wanted.double(), rtol=rtol, atol=atol)
 
 
@@ -41,7 +41,7 @@ def grads_of(made: Sequence[Tensor], weights: Sequence[Tensor], *wrt: Tensor) ->
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_losses_and_gradients_are_those_of_cross_entropy(
     vocabulary: int, dtype: torch.dtype, scale: float
@@ -69,7 +69,7 @@ def test_losses_and_gradients_are_those_of_cross_entropy(
     assert torch.equal(logits.as_strided((5, 3), (vocabulary + 3, 1), vocabulary), beside)
 
 
-@pytest.mark.parametrize("vocabulary", [50, 5000, 40001])
+@pytest.mark.parametrize("vocabulary", [50, 8193])
 def test_a_label_outside_the_vocabulary_spoils_its_row_alone(vocabulary: int) -> None:
     """Its gradient too: ranks withhold a step by the norm of the gradients."""
     grads = torch.randn(1, vocabulary).repeat(6, 1)
@@ -81,7 +81,7 @@ def test_a_label_outside_the_vocabulary_spoils_its_row_alone(vocabulary: int) ->
     assert torch.equal(grads.isnan().all(1), ~good)
 
 
-@pytest.mark.parametrize("vocabulary", [50, 5000, 40001])
+@pytest.mark.parametrize("vocabulary", [50, 8193])
 def test_damaged_logits_are_seen_in_loss_and_gradient(vocabulary: int) -> None:
     grads = torch.randn(4, vocabulary)
     grads[1, vocabulary - 1] = float("nan")

@@ -117,3 +117,10 @@ def test_compiled_blocks_are_not_compiled_again_for_other_documents() -> None:
         for pack, logits in zip(packs, expected):
             found = model(ids, document_ids=pack).logits
             torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_made_in_inference_mode_serves_training_too() -> None:
+    with torch.inference_mode():
+        make_block_mask(384, CPU, 77, None, None)
+    kept = make_block_mask(384, CPU, 77, None, None)
+    assert not kept.kv_num_blocks.is_inference() and not kept.kv_indices.is_inference()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from headway.errors import ConfigError
 from headway.models import Decoder, DecoderConfig
@@ -171,6 +173,43 @@ def test_gradient_checkpointing_gives_the_same_gradients(dropout: float) -> None
     assert not model.is_gradient_checkpointing
     with pytest.raises(ConfigError, match="did you mean 'use_reentrant'"):
         model.gradient_checkpointing_enable({"use_reentrnt": False})
+
+
+class Adapter(torch.nn.Module):
+    """Of somebody else, who draws random numbers."""
+
+    def __init__(self, base: torch.nn.Linear, dropout: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.base, self.dropout = base, dropout
+        self.more = torch.nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.more(self.dropout(x))
+
+
+def drop_half(x: Tensor) -> Tensor:
+    return torch.nn.functional.dropout(x, 0.5)
+
+
+@pytest.mark.parametrize("comes_later", [False, True])
+@pytest.mark.parametrize("dropout", [torch.nn.Dropout(0.5), drop_half])
+def test_adapters_that_draw_are_recomputed_with_the_same_numbers(
+    dropout: Callable[[Tensor], Tensor], comes_later: bool
+) -> None:
+    def grads_of(recompute: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Decoder(vocab_size=96, hidden_size=32, num_layers=2, num_heads=4).train()
+        if recompute and comes_later:
+            model.gradient_checkpointing_enable()
+        for layer in model.model.layers:
+            layer.mlp.up_proj = Adapter(layer.mlp.up_proj, dropout)
+        if recompute and not comes_later:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(7)
+        ids = torch.arange(32).view(2, 16)
+        return list(torch.autograd.grad(model(ids, ids).loss, list(model.parameters())))
+
+    assert all(map(torch.equal, grads_of(True), grads_of(False)))
 
 
 def test_dropout_only_in_training() -> None:

@@ -11,14 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from headway import ConfigError, Trainer, TrainingArguments
-from headway.models.fused_loss import chunked_loss, cut_cross_entropy_loss
+from headway import ConfigError, Trainer, TrainerCallback, TrainingArguments
+from headway.models.fused_loss import FusedLoss, chunked_loss, cut_cross_entropy_loss
 from headway.models.loss import IGNORED_LABEL, cross_entropy_sum
 from headway.precision import fp8
 from headway.testing import tiny_dataset, tiny_decoder, tiny_llama
 
 
-def train(tmp_path, model, *, fused_loss_factory=None, compute_loss_func=None, **options):
+def train(
+    tmp_path, model, *, fused_loss_factory=None, compute_loss_func=None, callbacks=(), **options
+):
     trainer = Trainer(
         args=TrainingArguments(
             output_dir=str(tmp_path),
@@ -37,6 +39,7 @@ def train(tmp_path, model, *, fused_loss_factory=None, compute_loss_func=None, *
         eval_dataset=tiny_dataset(),
         fused_loss_factory=fused_loss_factory,
         compute_loss_func=compute_loss_func,
+        callbacks=list(callbacks),
     )
     trainer.train()
     losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
@@ -118,9 +121,77 @@ class Headless(Capped):
         return None
 
 
+class Wrapped(nn.Module):
+    """Shows a layer's weight, and adds something to what the layer gives."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.more = base, nn.Linear(base.in_features, base.out_features, bias=False)
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    def forward(self, x):
+        return self.base(x) + self.more(x)
+
+
+def with_an_adapter():
+    model = tiny_llama()
+    model.lm_head = Wrapped(model.lm_head)
+    return model
+
+
+def with_a_hook():
+    model = tiny_llama()
+    model.lm_head.register_forward_hook(lambda layer, given, made: made * 0.5)
+    return model
+
+
+def with_experts():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=258,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            output_router_logits=True,
+            router_aux_loss_coef=0.5,
+        )
+    )
+
+
+def of_masked_tokens():
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=258,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [(Capped, "works on its logits"), (Headless, "no output layer")],
+    [
+        (Capped, "works on its logits"),
+        (Headless, "no output layer"),
+        (with_an_adapter, "a Wrapped that does more"),
+        (with_a_hook, "a Linear that does more"),
+        (with_experts, "a loss of its own (aux_loss)"),
+        (of_masked_tokens, "ForMaskedLMLoss, not that of the next token"),
+    ],
 )
 def test_a_model_that_does_not_lend_itself_keeps_its_own_loss(tmp_path, caplog, make, reason):
     torch.manual_seed(0)
@@ -130,6 +201,42 @@ def test_a_model_that_does_not_lend_itself_keeps_its_own_loss(tmp_path, caplog, 
         fused, _ = train(tmp_path / "fused", model, fused_loss="chunked")
     assert fused == plain
     assert [reason in record.message for record in caplog.records].count(True) == 1
+
+
+@pytest.mark.parametrize(("make", "lends_itself"), [(Capped, False), (tiny_llama, True)])
+def test_a_batch_without_a_target_tells_as_much_about_a_model_as_any_other(make, lends_itself):
+    """Its loss is zero, which passes through a soft cap as it is."""
+    torch.manual_seed(0)
+    model, ids = make(), torch.randint(0, 258, (2, 8))
+    fused = FusedLoss(chunked_loss)
+    fused.install(model)
+    nothing = torch.full_like(ids, IGNORED_LABEL)
+    first = fused.loss(model, {"input_ids": ids}, nothing, 1)
+    assert fused.active == lends_itself
+    if lends_itself:
+        first.backward()
+        assert first.item() == 0.0
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+        second = fused.loss(model, {"input_ids": ids}, ids, 14)
+        assert second.item() == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-5)
+
+
+def test_a_hook_that_comes_in_the_middle_of_a_run_sees_logits(tmp_path, caplog):
+    seen = []
+
+    class Looks(TrainerCallback):
+        def on_step_begin(self, state, model):
+            if state.global_step == 2:
+                head = model.get_output_embeddings()
+                head.register_forward_hook(lambda m, given, made: seen.append(made.shape))
+
+    torch.manual_seed(0)
+    model = tiny_llama()
+    plain, _ = train(tmp_path / "plain", copy.deepcopy(model))
+    fused, _ = train(tmp_path / "fused", model, fused_loss="chunked", callbacks=[Looks()])
+    assert fused == pytest.approx(plain, rel=1e-5)
+    assert seen and all(shape[-1] == model.config.vocab_size for shape in seen)
+    assert "has a hook" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -139,3 +141,66 @@ def test_no_tensor_as_large_as_the_logits_is_made() -> None:
     with Watch():
         model(ids, ids).loss.backward()
     assert largest == 32 * 1000
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with something added, which shows the layer's weight as its own."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Linear(base.in_features, 4, bias=False)
+        self.up = torch.nn.Linear(4, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.base.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def give_bias(model: Decoder) -> None:
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(model.config.vocab_size))
+
+
+def adapt(model: Decoder) -> None:
+    model.lm_head = Adapted(model.lm_head)
+
+
+def hook(model: Decoder) -> None:
+    model.lm_head.register_forward_hook(lambda layer, given, made: 2 * made)
+
+
+@pytest.mark.parametrize("change", [give_bias, adapt, hook])
+def test_the_loss_is_that_of_the_heads_own_logits(change: Callable[[Decoder], None]) -> None:
+    torch.manual_seed(0)
+    model = Decoder(vocab_size=64, hidden_size=32, num_layers=1, num_heads=2)
+    change(model)
+    ids = torch.randint(0, 64, (2, 16))
+
+    def grads_of(loss: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    expected = F.cross_entropy(logits, ids[:, 1:].flatten())
+    loss = model(ids, ids).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    for grad, other in zip(grads_of(loss), grads_of(expected)):
+        torch.testing.assert_close(grad, other, rtol=1e-5, atol=1e-6)
+        assert other.abs().max() > 0
+
+
+def test_a_loss_can_be_made_without_values_and_without_rows() -> None:
+    with torch.device("meta"):
+        model = Decoder(vocab_size=64, hidden_size=32, num_layers=1, num_heads=2)
+        ids = torch.zeros(2, 8, dtype=torch.long)
+    assert model(ids, ids).loss.shape == ()
+    model = Decoder(vocab_size=64, hidden_size=32, num_layers=1, num_heads=2)
+    ids = torch.zeros(0, 8, dtype=torch.long)
+    output = model(ids, ids, return_logits=True)
+    assert output.loss.item() == 0.0 and output.logits.shape == (0, 8, 64)

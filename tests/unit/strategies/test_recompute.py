@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from headway.errors import ConfigError
-from headway.models import decoder
+from headway.models import decoder, recomputed
 from headway.strategies.forwards import put_back
 from headway.strategies.recompute import enable
 from headway.testing import tiny_decoder, tiny_llama, tiny_trainer
@@ -103,10 +103,15 @@ def test_policies_keep_less_and_give_the_same_bits(kind):
     assert max(sizes["selective"], sizes["every_2"]) < 0.8 * kept
 
 
+@pytest.mark.parametrize("asks_for_each", [False, True])
 @pytest.mark.parametrize("scope", ["blocks", "model"])
-def test_compiled_graphs_recompute_what_joined_projections_make(scope, monkeypatch):
-    """As on a GPU, where the decoder's MLP is two functions of its own."""
+def test_compiled_graphs_recompute_what_joined_projections_make(scope, asks_for_each, monkeypatch):
+    """As on a GPU, where the decoder's MLP is two functions of its own; also as on older torch."""
     monkeypatch.setattr(decoder, "joins", lambda *_: True)
+    needed = recomputed._KEEPS_FUNCTIONS
+    if needed and not asks_for_each:
+        pytest.skip("this torch keeps what functions make, unless each operation is asked for")
+    monkeypatch.setattr(recomputed, "_KEEPS_FUNCTIONS", asks_for_each)
 
     def bytes_kept(policy):
         torch.compiler.reset()

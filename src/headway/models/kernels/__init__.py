@@ -36,6 +36,8 @@ def triton_works() -> bool:
 
     try:
         write_one[(1,)](torch.zeros(1, device="cuda"))
+    except torch.OutOfMemoryError:
+        raise  # says nothing about Triton, and must not be remembered
     except Exception as error:
         logger.warning("Triton cannot make kernels here, slower ones are used: %s", error)
         return False
