@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long test-faults test-fuzz test-diloco lint unit browser triton bench clean
+.PHONY: demo test test-long test-gpu test-faults test-fuzz test-diloco lint unit browser triton bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/headway demo
@@ -35,6 +35,10 @@ triton: $(INSTALLED)
 # The tests that take longest, beside those of `make test`.
 test-long: $(INSTALLED) browser
 	$(BIN)/python -m pytest -m slow tests
+
+# All tests that need a CUDA device, for a machine that has one; results are in benchmarks/results.
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -n 4 --dist loadfile -m gpu tests
 
 # The proofs in full size, about an hour; the results add to benchmarks/results/faults-<date>.md.
 test-faults: $(INSTALLED)

@@ -92,6 +92,7 @@ class Marks(TrainerCallback):
     def __init__(self, path: str, warm_up: int) -> None:
         self.path, self.warm_up, self.first_s, self.since_s = path, warm_up, 0.0, 0.0
         self.first_cpu_s = self.last_s = self.slowest_s = 0.0
+        self.peak_bytes = 0
 
     def on_step_end(self, state) -> None:
         now_s = time.perf_counter()
@@ -103,12 +104,20 @@ class Marks(TrainerCallback):
         elif state.global_step == self.warm_up:
             self.since_s = self._now()
 
+    def on_metrics(self, step) -> None:
+        self._note_peak()  # before the loop resets it for its next record
+
+    def _note_peak(self) -> None:
+        if torch.cuda.is_available():
+            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated())
+
     def on_train_end(self, state) -> None:
         steps = max(1, state.global_step - self.warm_up)
         found = {"first_s": self.first_s, "step_ms": (self._now() - self.since_s) / steps * 1e3}
         found.update(first_cpu_s=self.first_cpu_s, slowest_ms=self.slowest_s * 1e3)
         if torch.cuda.is_available():
-            found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            self._note_peak()
+            found["peak_gib"] = self.peak_bytes / 2**30
             found["device"] = torch.cuda.get_device_name()
         from torch._dynamo.utils import counters
         found["graphs"] = counters["stats"]["unique_graphs"]

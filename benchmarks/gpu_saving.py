@@ -12,9 +12,10 @@ when the run is over, and on the host; nobody waits for the device in between.
 - end to the next begin: log, save, data; on the device a wait for the host
 
 Goals: stretches with a save take at most 1 % longer, and the step that saves at most 1.1 times a
-plain one. With the last save the state is also cloned on the device, in the step before; after the
-run the checkpoint is loaded and has to equal it bit by bit. Measured besides: writing to the folder
-as fast as it goes, copying from the device to page-locked memory, peaks of memory.
+plain one, which is the mean of the stretches without a save. With the last save the state is also
+cloned on the device, in the step before; after the run the checkpoint is loaded and has to equal it
+bit by bit. Measured besides: writing to the folder as fast as it goes, copying from the device to
+page-locked memory, peaks of memory.
 
     python benchmarks/gpu_saving.py [--every 100] [--saves 2] [--folder DIR] [--limit-s 400]
                                     [--no-parity] [--write]
@@ -106,8 +107,8 @@ class Watch(TrainerCallback):
         self._ends_s = time.monotonic() + options.limit_s
         self.clones: dict[str, torch.Tensor] = {}
         self.saves: dict[int, dict[str, float]] = {}
-        self.peak_bytes: dict[int, tuple[int, int]] = {}
-        self.last_step = 0
+        self.peak_bytes: dict[int, tuple[int, int, int]] = {}
+        self.last_step = self._active_bytes = 0
 
     def on_step_begin(self, state: Any) -> None:
         self.marks.add(state.global_step + 1, BEGIN)
@@ -118,7 +119,13 @@ class Watch(TrainerCallback):
     def on_step_end(self, state: Any, control: Any, model: Any, optimizer: Any) -> None:
         self.last_step = step = state.global_step
         if step % self._every == 0:
-            self.peak_bytes[step] = (self._peaks.peak_bytes(), host_peak_bytes())
+            self._note_active()
+            self.peak_bytes[step] = (
+                self._peaks.peak_bytes(),
+                self._active_bytes,
+                host_peak_bytes(),
+            )
+            self._active_bytes = 0
             print(f"step {step}", flush=True)
         if step == self._cloned_step:
             self.clones = clone_state(model, optimizer)
@@ -126,7 +133,14 @@ class Watch(TrainerCallback):
         if step == self._last_step or time.monotonic() > self._ends_s:
             control.should_abort_without_save = True  # the save of an end is not what is measured
 
+    def _note_active(self) -> None:
+        """The most in use, clones included: torch counts them as freed while they are copied."""
+        if self.marks.on_gpu:
+            peak = torch.cuda.memory_stats()["active_bytes.all.peak"]
+            self._active_bytes = max(self._active_bytes, peak)
+
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        self._note_active()  # before the loop resets the peak for its next record
         for name in (SAVE_DURATION, SAVE_ASYNC_DURATION, SAVE_WAIT):
             if name in metrics:
                 self.saves.setdefault(step, {})[name] = metrics[name]
@@ -264,12 +278,11 @@ def tables(watch: Watch, options: argparse.Namespace) -> list[str]:
     save_steps = [s for s in range(2 * every, last, 2 * every) if s + NUM_SHOWN <= last]
     if not save_steps:
         return [f"The run ended at step {last}, before there was a save to measure."]
+    starts = plain_starts(watch, options)
+    if not starts:
+        return [f"The run ended at step {last}, before there was a stretch without a save."]
     # Not the last of a stretch: in one of them the state is cloned.
-    plain_steps = [
-        step
-        for step in range(options.warmup + 1, last + 1)
-        if (step < 2 * every or (step // every) % 2 == 1) and step % every
-    ]
+    plain_steps = [step for first in starts for step in range(first + 1, first + every)]
     plain = mean_row([marks.row(step) for step in plain_steps])
     lines = [
         "| step | ms | of plain | end to begin | forward and backward | update | on the host | of "
@@ -302,6 +315,12 @@ def judge(found: float, most: float, marks: Marks) -> str:
     return "met" if found <= most else "missed"
 
 
+def plain_starts(watch: Watch, options: argparse.Namespace) -> list[int]:
+    """After which steps a whole stretch without a save begins; the first one warms the card up."""
+    every = options.every
+    return list(range(every, watch.last_step - every + 1, 2 * every))
+
+
 def stretch_lines(watch: Watch, save_steps: list[int], options: argparse.Namespace) -> list[str]:
     """Whole stretches with and without a save, of the same steps after a multiple of N."""
     every, marks, last = options.every, watch.marks, watch.last_step
@@ -311,8 +330,7 @@ def stretch_lines(watch: Watch, save_steps: list[int], options: argparse.Namespa
 
     # Without the last step of each, as above.
     with_save = [took(step) for step in save_steps if step + every <= last]
-    starts = range(every, last - every + 1, 2 * every)
-    without = [took(step) for step in starts if step >= options.warmup]
+    without = [took(step) for step in plain_starts(watch, options)]
     if not with_save or not without:
         return ["The run was too short for a stretch with a save and one without.", ""]
     cost = statistics.fmean(with_save) / statistics.fmean(without) - 1
@@ -349,10 +367,11 @@ def save_lines(watch: Watch, num_bytes: int, disk: float, copy: float | None) ->
                 f"{1000 * found.get(SAVE_WAIT, 0.0):.1f} ms for the one before; written and "
                 f"committed after {'?' if written is None else f'{written:.2f}'} s{rate}."
             )
-    for step, (device, host) in sorted(watch.peak_bytes.items()):
+    for step, (device, active, host) in sorted(watch.peak_bytes.items()):
         lines.append(
-            f"Peaks until step {step}: {device / GIB:.2f} GiB on the device, {host / GIB:.2f} GiB "
-            "on the host."
+            f"Until step {step}: {device / GIB:.2f} GiB at most allocated on the device so far; "
+            f"{active / GIB:.2f} in use, clones included, since the line before; "
+            f"{host / GIB:.2f} GiB on the host so far."
         )
     return ["\n".join(f"- {line}" for line in lines), ""]
 

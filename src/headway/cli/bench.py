@@ -317,8 +317,12 @@ def _print(job: Job, facts: dict[str, Any]) -> None:
         right = [word.rjust(width) for word, width in zip(line[2:], widths[2:])]
         print("  ".join([*left, *right]).rstrip())
     if good:
-        rate = good[-1]["matmul_flops"] / 1e12
-        print(f"\nMFU: of the rate of a large matrix product here, {rate:.3g} TFLOP/s")
+        rates = [row["matmul_flops"] / 1e12 for row in good]
+        spread = f"{min(rates):.3g} to {max(rates):.3g}" if len(rates) > 1 else f"{rates[0]:.3g}"
+        print(
+            "\nMFU: of the rate of a large matrix product, measured in the process of each row: "
+            f"{spread} TFLOP/s"
+        )
     for row in rows:
         if "error" in row:
             print(f"\n{NAMES[row['system']]}, {_mode(row['compiled'])}: {row['error']}")
