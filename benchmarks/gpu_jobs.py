@@ -207,6 +207,7 @@ ALL_SYSTEMS: dict[str, System] = {
     "careful-blocks": careful_system(by_block=True),
     "decoder-whole": headway_system(with_decoder, **WHOLE),
     "decoder-flash": headway_system(with_decoder, sdpa_backend="flash"),
+    "decoder-graphs": headway_system(with_decoder, torch_compile_mode="reduce-overhead"),
     **{f"decoder-fp8-{recipe}": fp8_system(recipe) for recipe in FP8},
 }
 NAMES = {
@@ -217,6 +218,7 @@ NAMES = {
     "careful-blocks": "the same, blocks compiled one by one",
     "decoder-whole": "Headway, reference decoder, compiled as a whole",
     "decoder-flash": "Headway, reference decoder, `sdpa_backend: flash`",
+    "decoder-graphs": "Headway, reference decoder, `torch_compile_mode: reduce-overhead`",
     **{f"decoder-fp8-{recipe}": f"Headway, reference decoder, FP8 {recipe}" for recipe in FP8},
 }
 SAME_MODEL = (
@@ -231,7 +233,7 @@ def is_measured(system: str, job: str, compiled: bool) -> bool:
         return job == "B" and compiled
     if system == "bare-decoder":
         return False
-    only_compiled = system.startswith("careful") or system.endswith(("-whole", "-flash"))
+    only_compiled = system.startswith("careful") or system.endswith(("-whole", "-flash", "-graphs"))
     return compiled or not only_compiled
 
 

@@ -44,6 +44,7 @@ CURVES = {
     "Headway, reference decoder": ("curve-decoder", True),
     "Headway, reference decoder, FP8": ("curve-decoder-fp8", True),
 }
+BARE_CURVES = ("bare loop", "bare loop, once more")
 SMOOTHING_STEPS = 50
 WHOSE = {
     "bare": "the bare loop's",
@@ -367,23 +368,26 @@ def curve_lines(rows: list[Row]) -> list[str]:
     bare = by_name.get("bare loop")
     if bare is None:
         return ["There is no curve of the bare loop to compare with."]
-    base = smoothed(bare["losses"])
+    bases = [smoothed(by_name[name]["losses"]) for name in BARE_CURVES if name in by_name]
     lines = [
         f"{len(bare['losses']):,} steps on the bytes of the standard library's source; the same "
         "initial weights, data and recipe. Losses are smoothed over "
-        f"{min(SMOOTHING_STEPS, len(bare['losses']))} steps; distances are to the bare loop.",
+        f"{min(SMOOTHING_STEPS, len(bare['losses']))} steps; distances are to the bare loop, and "
+        "to its second run, which tells what chance makes of them.",
         "",
         "| | compiled | loss at the end | largest distance | mean distance | mean, with sign |",
         "|---|---|---|---|---|---|",
     ]
     for name, row in by_name.items():
         found = smoothed(row["losses"])
-        apart = [a - b for a, b in zip(found, base, strict=True)]
-        lines.append(
-            f"| {name} | {'yes' if row['compiled'] else 'no'} | {found[-1]:.4f} | "
-            f"{max(map(abs, apart)):.4f} | {statistics.fmean(map(abs, apart)):.5f} | "
-            f"{statistics.fmean(apart):+.5f} |"
-        )
+        apart = [[a - b for a, b in zip(found, base, strict=True)] for base in bases]
+        cells = [
+            ", ".join(f"{max(map(abs, one)):.4f}" for one in apart),
+            ", ".join(f"{statistics.fmean(map(abs, one)):.5f}" for one in apart),
+            ", ".join(f"{statistics.fmean(one):+.5f}" for one in apart),
+        ]
+        compiled = "yes" if row["compiled"] else "no"
+        lines.append(f"| {name} | {compiled} | {found[-1]:.4f} | {' | '.join(cells)} |")
     return lines
 
 
