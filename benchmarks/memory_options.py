@@ -63,6 +63,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"optim": "adamw_8bit"},
     {"optim": "adamw_4bit"},
     {"fp8_recipe": "tensorwise"},
+    {"mixed_precision": "no"},
+    {"mixed_precision": "no", "float32_matmul_precision": "high"},
 ]
 SCOPES = {"nothing": {}, "blocks": COMPILE, "model": {**COMPILE, "torch_compile_scope": "model"}}
 LAYERS = (12, 24)
