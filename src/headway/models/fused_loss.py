@@ -27,6 +27,9 @@ from headway.models.projections import is_plain_linear
 
 logger = logging.getLogger(__name__)
 
+_TRIED = 7.3
+"""Of the size of logits, so that a cap or a factor changes it."""
+
 FusedLossFunction = Callable[..., Tensor]
 """Called with hidden states [B, S, D], labels [B, S] (not shifted) and `num_items_in_batch`."""
 FusedLossFactory = Callable[[nn.Module], FusedLossFunction]
@@ -42,8 +45,9 @@ class _Request:
     made: Tensor | None = None
     given: Tensor | None = None
     """What the head gave for it."""
-    marks_zero: bool = False
-    """Whether a loss of zero is given as one: zero passes unchanged through what changes others."""
+    is_tried: bool = False
+    """Whether a fixed number is given in place of the loss: what a model does to its logits would
+    not show in a small one, and ranks must come to one conclusion whatever their data are."""
 
 
 class _FusedHead:
@@ -63,8 +67,8 @@ class _FusedHead:
             return type(self._head).forward(self._head, hidden)
         made = self._loss(hidden, request.labels, num_items_in_batch=request.num_items)
         request.made = request.given = made
-        if request.marks_zero:
-            request.given = torch.where(made == 0, torch.ones_like(made), made)
+        if request.is_tried:
+            request.given = made + (_TRIED - made).detach()
         return request.given
 
 
@@ -118,7 +122,7 @@ class FusedLoss:
         """The loss of a batch; None where the model turned out to change what its head gives."""
         request = self._request
         request.labels, request.num_items = labels, num_items
-        request.marks_zero = not self._checked
+        request.is_tried = not self._checked
         try:
             outputs = model(**inputs)
             made, given = request.made, request.given
@@ -138,7 +142,7 @@ class FusedLoss:
         if share is None or share.shape != given.shape or not _are_equal(share, given):
             self._give_up("the model works on its logits after the output layer")
             return None
-        return share - (given - made).detach()
+        return share - share.detach() + made.detach()
 
     def _give_up(self, reason: str) -> None:
         self.active = False

@@ -26,7 +26,12 @@ from headway.strategies.accelerator import (
 )
 from headway.strategies.base import EvalStep, Notify
 from headway.strategies.objective import Objective
-from headway.strategies.ranked import RankedStrategy, own_targets, spread_nonfinite
+from headway.strategies.ranked import (
+    RankedStrategy,
+    join_buffers,
+    own_targets,
+    spread_nonfinite,
+)
 from headway.strategies.single import single_batches
 from headway.strategies.source import ModelSource
 from headway.strategies.zero import ZeroEngine, check_zero
@@ -61,17 +66,22 @@ class AccelerateStrategy(RankedStrategy):
             self._moves = self._reading_waits = device.type != "cpu"
         else:
             super().__init__(context, device, dispatch=bool(accelerator.dispatch_batches))
+            self.before_save = self._join_buffers
         self._model: nn.Module | None = None
         self._prepared: nn.Module | None = None
         self._parameters: list[nn.Parameter] = []
         self._zero: ZeroEngine | None = None
+
+    def _join_buffers(self) -> None:
+        """Such as running means, which every rank has of its own data; one is saved."""
+        join_buffers(self.unwrap(), self._host)
 
     # -- the model --------------------------------------------------------------------------
 
     def setup(self, source: ModelSource) -> nn.Module:
         model = source.finish(source.build()).to(self.device)
         self._model = model
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = list(model.parameters())  # those too that are frozen for now
         self._own_forward = model.__dict__.get("forward")
         if self._uses_deepspeed:
             self._zero = ZeroEngine(self.accelerator, model)
@@ -213,6 +223,8 @@ class AccelerateStrategy(RankedStrategy):
 
     def feed(self, loader: WindowLoader, *, training: bool = True) -> Iterator[Window]:
         if not self._alone:
+            if not training:
+                self._join_buffers()
             return super().feed(loader, training=training)
         return loader.windows() if training else single_batches(loader)
 

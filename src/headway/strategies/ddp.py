@@ -68,7 +68,7 @@ class DistributedDataParallelStrategy(RankedStrategy):
     def setup(self, source: ModelSource) -> nn.Module:
         model = source.finish(source.build()).to(self.device)
         self._model = model
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = list(model.parameters())  # those too that are frozen for now
         if self._local is not None:
             self._local.attach(model)
         held = _Held(model)
@@ -155,9 +155,23 @@ class DistributedDataParallelStrategy(RankedStrategy):
             notify("on_forward_backward_end")
             notify("on_substep_end")
         assert total is not None, "a window has at least one micro-batch"
+        if not local:
+            self._require_gradients()
         if self.loss_scale is not None:
             self.loss_scale.unscale(self._parameters)
         return total
+
+    def _require_gradients(self) -> None:
+        """Refuse a step of which torch has reduced only a part, which it tells in the next one."""
+        if self._args.find_unused_parameters or self._args.static_graph:
+            return
+        if any(p.grad is None and p.requires_grad for p in self._parameters):
+            names = {id(p): name for name, p in self.unwrap().named_parameters()}
+            ignored = getattr(self._model, "_ddp_params_and_buffers_to_ignore", ())
+            left = [names[id(p)] for p in self._parameters if p.grad is None and p.requires_grad]
+            left = [name for name in left if name not in ignored]
+            if left:
+                raise ConfigError(_tell_unused(left))
 
     def clip(
         self, max_norm: float | None, in_step_of: torch.optim.Optimizer | None = None
@@ -242,12 +256,16 @@ def _naming_unused_parameters(model: nn.Module) -> Iterator[None]:
         listed = _NUMBERS.search(str(error))
         numbers = [int(number) for number in listed[1].split()] if listed else []
         names = [named[number] for number in numbers if number < len(named)]
-        shown = f" ({', '.join(names[:8])}{', ...' * (len(names) > 8)})" if names else ""
-        raise ConfigError(
-            "ddp.find_unused_parameters: False given, but the last step left parameters of the "
-            f"model without a gradient{shown}; set it to True, or freeze or remove what takes no "
-            "part in the loss"
-        ) from error
+        raise ConfigError(_tell_unused(names)) from error
+
+
+def _tell_unused(names: list[str]) -> str:
+    shown = f" ({', '.join(names[:8])}{', ...' * (len(names) > 8)})" if names else ""
+    return (
+        "ddp.find_unused_parameters: False given, but the last step left parameters of the "
+        f"model without a gradient{shown}; set it to True, or freeze or remove what takes no "
+        "part in the loss"
+    )
 
 
 def wrapper_options(args: DDPArguments) -> dict[str, Any]:

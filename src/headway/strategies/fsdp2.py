@@ -90,7 +90,7 @@ class FullyShardedStrategy(RankedStrategy):
             fill_shards(model, plan, self._home)
         self._place_buffers(model)
         self._model = model
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = list(model.parameters())  # those too that are frozen for now
         return model
 
     @property
@@ -110,6 +110,7 @@ class FullyShardedStrategy(RankedStrategy):
 
     def _shard(self, model: nn.Module) -> None:
         options = self._options
+        _refuse_dropped_layers(model)
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0:
                 raise ConfigError(
@@ -138,6 +139,11 @@ class FullyShardedStrategy(RankedStrategy):
             **common,
         )
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        reduce_all = getattr(model, "set_reduce_scatter_unused_params", None)
+        if callable(reduce_all):
+            # A parameter that this rank has no gradient of may have one elsewhere; torch would
+            # otherwise add up gradients of different parameters. (Since torch 2.13.)
+            reduce_all(True)
         for module in self._sharded:
             # Shares of the loss add up to the global mean, so their gradients are summed. gloo
             # has no other operation that does not divide.
@@ -198,7 +204,8 @@ class FullyShardedStrategy(RankedStrategy):
             with self.train_context():
                 share = objective.loss(model, batch, num_targets, own)
             if number >= count - window.num_fillers:
-                share = share * 0
+                # A mean over nothing is not a number.
+                share = share.nan_to_num(0.0, 0.0, 0.0) * 0
             backward(spread_nonfinite(share), self.loss_scale)
             share = share.detach()
             total = share if total is None else total + share
@@ -389,3 +396,16 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
 def _is_rotary(name: str, module: nn.Module) -> bool:
     text = f"{name} {type(module).__name__}".lower()
     return any(word in text for word in ("rotary", "rope", "inv_freq"))
+
+
+def _refuse_dropped_layers(model: nn.Module) -> None:
+    """Ranks that leave out different layers would gather each other's weights."""
+    config = getattr(model, "config", None)
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        chance = getattr(config, name, 0)
+        if isinstance(chance, int | float) and chance > 0:
+            raise ConfigError(
+                f"FSDP2 cannot train a model that leaves layers out at random (its config has "
+                f"{name}={chance:g}): ranks gather layers together; set {name}=0, or use "
+                "DDPTrainer with ddp.find_unused_parameters=True"
+            )

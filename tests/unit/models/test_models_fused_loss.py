@@ -190,7 +190,7 @@ def of_masked_tokens():
         (with_an_adapter, "a Wrapped that does more"),
         (with_a_hook, "a Linear that does more"),
         (with_experts, "a loss of its own (aux_loss)"),
-        (of_masked_tokens, "ForMaskedLMLoss, not that of the next token"),
+        (of_masked_tokens, "not that of the next token"),
     ],
 )
 def test_a_model_that_does_not_lend_itself_keeps_its_own_loss(tmp_path, caplog, make, reason):

@@ -27,7 +27,7 @@ class Gradients:
         device: torch.device,
     ) -> None:
         """`copies` are tied weights with the group that holds them, and whether this one counts."""
-        self._parameters = [p for p in parameters if p.requires_grad]
+        self._parameters = list(parameters)  # those too that are frozen for now
         self._copies = [copy for copy in copies if copy[0].requires_grad]
         uncounted = {id(p) for p, _, counts in self._copies if not counts}
         self._counted = [p for p in self._parameters if id(p) not in uncounted]
@@ -37,6 +37,10 @@ class Gradients:
     def sum(self) -> None:
         """Add up what replicas made of their data, and what the copies of a weight got."""
         if self._replicas is not None:
+            for parameter in self._parameters:
+                # Another replica may have one, and buckets have to be the same everywhere.
+                if parameter.grad is None and parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
             for bucket in self._buckets():
                 flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
                 dist.all_reduce(flat, group=self._replicas)

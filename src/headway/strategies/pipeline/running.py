@@ -50,7 +50,8 @@ class Task:
         share = self.objective.loss(
             call.as_model(hidden), self.pieces[number], self.num_targets, self.own_targets[number]
         )
-        share = spread_nonfinite(share) if self.counts else share * 0
+        # A mean over nothing is not a number.
+        share = spread_nonfinite(share) if self.counts else share.nan_to_num(0.0, 0.0, 0.0) * 0
         return torch.stack([share.to(call.like_loss().dtype)])
 
 
