@@ -30,7 +30,8 @@ class PadCollator:
 
     `input_ids` is padded with `pad_token_id`, `labels` with `label_pad`, `attention_mask` with 0
     (made if padding was needed and none was given), `document_ids` with -1, `position_ids` with 0.
-    Without `labels`, and with `causal_labels`, they are a copy of the ids, padding excepted.
+    Without `labels`, and with `causal_labels`, they are a copy of the ids, padding excepted. Where
+    a `loss_mask` is 0, labels become `label_pad`.
     Longer samples are cut to `max_length`.
     """
 
@@ -109,7 +110,15 @@ class PadCollator:
             labels = batch["input_ids"].clone()
             if "attention_mask" in batch:
                 labels[batch["attention_mask"] == 0] = self.label_pad
+            if "document_ids" in batch:
+                # Nothing in its document comes before the first token of one.
+                documents = batch["document_ids"]
+                labels[documents < 0] = self.label_pad
+                labels[:, 1:][documents[:, 1:] != documents[:, :-1]] = self.label_pad
             batch["labels"] = labels
+        if "loss_mask" in batch and "labels" in batch:
+            has_none = batch["loss_mask"] == 0
+            batch["labels"] = batch["labels"].masked_fill(has_none, self.label_pad)
         return batch
 
 

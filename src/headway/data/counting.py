@@ -19,7 +19,8 @@ def count_targets(batch: Any) -> int | torch.Tensor:
     """Labels other than -100 that a model is to predict, else samples.
 
     Token labels of a dict belong to the inputs beside them, so a causal model predicts
-    `labels[..., 1:]`. Those of a pair (inputs, labels) belong to the outputs: all of them count.
+    `labels[..., 1:]`; where none of these counts, but the first of a row does, it is a label of
+    another kind. Those of a pair (inputs, labels) belong to the outputs: all of them count.
     A tensor only for labels on a device other than the CPU, where a number would need a sync.
     """
     labels, is_pair = _labels_of(batch)
@@ -27,11 +28,16 @@ def count_targets(batch: Any) -> int | torch.Tensor:
         return count_samples(batch)
     shifted = not is_pair and labels.dim() >= 2
     if labels.device.type != "cpu":
-        return ((labels[..., 1:] if shifted else labels) != IGNORED_LABEL).sum()
+        every = (labels != IGNORED_LABEL).sum()
+        if not shifted:
+            return every
+        later = (labels[..., 1:] != IGNORED_LABEL).sum()
+        return torch.where(later > 0, later, every)
     # On small batches numpy costs a fraction of torch, and contiguous a fraction of strided.
     kept = labels.numpy() != IGNORED_LABEL
     first = np.count_nonzero(kept[..., 0]) if shifted and kept.size else 0
-    return int(np.count_nonzero(kept) - first)
+    number = int(np.count_nonzero(kept))
+    return number - int(first) or number
 
 
 def _labels_of(batch: Any) -> tuple[torch.Tensor | None, bool]:

@@ -8,6 +8,7 @@ Labels stand at the position of their token; the model shifts. -100 is never pre
 
 from __future__ import annotations
 
+import logging
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,8 @@ from headway.data.text import DocumentReader, encode_documents, read_jsonl
 from headway.data.tokenizer import load_tokenizer
 from headway.data.tokens import TokenFile
 from headway.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 IGNORED_LABEL = -100
 PADDING_DOCUMENT = -1
@@ -302,7 +305,17 @@ class TextDataset(_PackedDataset):
             raise ConfigError("texts must be strings; give paths as files=")
         if files is not None:
             paths = [files] if isinstance(files, (str, os.PathLike)) else list(files)
-            documents.extend(DocumentReader(paths, include=include))
+            reader = DocumentReader(paths, include=include)
+            documents.extend(reader)
+            if reader.skipped_files:
+                shown = ", ".join(reader.skipped_files[:5])
+                more = ", ..." * (len(reader.skipped_files) > 5)
+                logger.warning(
+                    "%d files are not read, as they are no text: %s%s",
+                    len(reader.skipped_files),
+                    shown,
+                    more,
+                )
         with_eos = eos and self.tokenizer.eos_token_id is not None
         encoded = encode_documents(self.tokenizer, documents, with_eos)
         parts = [np.asarray(ids, dtype=np.uint32) for ids in encoded if len(ids)]

@@ -113,7 +113,9 @@ class Fetcher:
         self._epoch: int | None = None
 
     def __getitem__(self, request: Request) -> Loaded:
-        if self._set_epoch and self._epoch != request.epoch:
+        # The dataset's own, if it tells: an evaluation on the same one may have set another.
+        now = getattr(self.dataset, "epoch", self._epoch)
+        if self._set_epoch and (self._epoch != request.epoch or now != request.epoch):
             self.dataset.set_epoch(request.epoch)
             self._epoch = request.epoch
         if self._seeds_samples or self._seeds_collate:

@@ -353,6 +353,9 @@ class WindowLoader:
             return []
         from_start = not stream.is_open and self._stored_stream is None
         if not stream.is_open:
+            if self._stored_stream is not None:
+                # That in which it was opened: Hugging Face's pass over a state of another epoch.
+                self._tell_epoch(self._stored_stream.get("epoch"))
             stream.open(self._stored_stream, seed=self.seed, epoch=self.epoch)
             self._stored_stream = None
         chunks = _read(stream, limit)
@@ -441,7 +444,7 @@ class WindowLoader:
 
     # ---- set-up
 
-    def _tell_epoch(self) -> None:
+    def _tell_epoch(self, epoch: int | None = None) -> None:
         if not self._calls_set_epoch:
             return
         for owner in (
@@ -451,7 +454,7 @@ class WindowLoader:
         ):
             notify = getattr(owner, "set_epoch", None)
             if callable(notify):
-                notify(self.epoch)
+                notify(self.epoch if epoch is None else epoch)
 
     def _make_stream(self, deal: Deal | None = None) -> SampleStream | BatchStream:
         if self.kind == "batches":

@@ -73,6 +73,9 @@ class MixedDataset:
     def set_epoch(self, epoch: int) -> None:
         """Go on after `epoch` passes over the mixture."""
         self.epoch = epoch
+        for source in self.sources:  # a mixture among them draws others in each epoch too
+            if callable(getattr(source, "set_epoch", None)):
+                source.set_epoch(epoch)
 
     def locate(self, index: int) -> tuple[int, int]:
         """Which source, and which of its samples, stands at `index` of the current epoch."""

@@ -13,7 +13,7 @@ import base64
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -61,28 +61,44 @@ class _Reader(IterableDataset[Chunk]):
         *,
         ranks: Sequence[int],
         num_skipped: int = 0,
+        loads: bool = False,
         state: Any = None,
         with_state: bool = False,
+        seeds: tuple[int, int] | None = None,
     ) -> None:
         self.dataset = dataset
         self.collate = collate
         self.deal = deal
         self.ranks = ranks
         self.num_skipped = num_skipped
-        self.state = state
+        self.loads, self.state = loads, state
         self.with_state = with_state
+        self.seeds = seeds
 
     def __iter__(self) -> Iterator[Chunk]:
-        if self.state is not None:
+        if self.loads:
             self.dataset.load_state_dict(decode(self.state))
-        items = iter(self.dataset)
-        if self.num_skipped:
-            next(islice(items, self.num_skipped - 1, None), None)
+        items = self._open() if self.seeds is None else self._open_seeded(*self.seeds)
         step = self.deal.batch_size * self.deal.world_size
         while chunk := list(islice(items, step)):
             if len(chunk) < step and self.deal.drop_last:
                 return
             yield self._make(chunk)
+
+    def _open(self) -> Iterator[Any]:
+        items: Iterator[Any] = iter(self.dataset)
+        if self.num_skipped:
+            next(islice(items, self.num_skipped - 1, None), None)
+        return items
+
+    def _open_seeded(self, seed: int, epoch: int) -> Iterator[Any]:
+        """A dataset that draws its order from the global generator does so by its first sample;
+        seeding that makes the order of an epoch repeatable, as reading it again needs."""
+        with preserve_global_randomness():
+            seed_global_randomness(seed, epoch)
+            items = self._open()
+            first = list(islice(items, 1))
+        return chain(first, items)
 
     def _make(self, samples: list[Any]) -> Chunk:
         state = encode(self.dataset.state_dict()) if self.with_state else None
@@ -124,6 +140,9 @@ class SampleStream:
         self._pin_memory = pin_memory
         self._prefetch_factor = prefetch_factor
         self._position = 0
+        self._epoch = 0
+        self._first_state: Any = None
+        self._has_loaded = False
         self._worker_state: Any = None
         self._chunks: Iterator[Chunk] | None = None
 
@@ -136,6 +155,12 @@ class SampleStream:
         self.close()
         stored = (state or {}).get("dataset") if self.has_state else None
         self._position = (state or {}).get("position", 0)
+        self._epoch = (state or {}).get("epoch", epoch)
+        loaded, from_state = self._has_loaded, stored
+        if stored is not None and not loaded:
+            self._first_state, self._has_loaded = encode(self.dataset.state_dict()), True
+        elif stored is None and loaded:
+            from_state = self._first_state  # else some begin where a state once put them
         self._worker_state = stored
         skipped = 0
         if stored is None and self._position:
@@ -149,8 +174,10 @@ class SampleStream:
             self.deal,
             ranks=self.ranks,
             num_skipped=skipped,
-            state=stored,
+            loads=stored is not None or loaded,
+            state=from_state,
             with_state=self.has_state and self._in_worker,
+            seeds=None if self.has_state else (seed, self._epoch),
         )
         self._chunks = iter(reader) if not self._in_worker else iter(self._worker(reader))
 
@@ -166,7 +193,7 @@ class SampleStream:
         return chunk
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"position": self._position}
+        state: dict[str, Any] = {"position": self._position, "epoch": self._epoch}
         if self.has_state and self._position:
             # What a worker has read ahead does not count, so its state comes with each batch.
             state["dataset"] = (

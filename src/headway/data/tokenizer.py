@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -113,8 +113,14 @@ class FastTokenizer:
         name: str = "tokenizer",
         eos_token: str | None = None,
         pad_token: str | None = None,
+        files: Mapping[str, bytes] | None = None,
     ) -> None:
-        self._core = core
+        """`files` are those that lay beside its tokenizer.json, and are to lie beside it again."""
+        # A file may ask for texts to be cut and padded: meant for batches of a model, not for data.
+        core = type(core).from_str(core.to_str())
+        core.no_truncation()
+        core.no_padding()
+        self._core, self._files = core, dict(files or {})
         self.name = name
         self.vocab_size = int(core.get_vocab_size(with_added_tokens=True))
         self.digest = _digest(json.loads(core.to_str()))
@@ -151,7 +157,8 @@ class FastTokenizer:
             "clean_up_tokenization_spaces": False,
         }
         text = json.dumps({k: v for k, v in settings.items() if v is not None}, indent=2)
-        (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+        for name, data in {_SETTINGS: (text + "\n").encode(), **self._files}.items():
+            (folder / name).write_bytes(data)
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -190,6 +197,8 @@ class TransformersTokenizer:
         return self.vocab_size
 
 
+_SETTINGS = "tokenizer_config.json"
+_BESIDE = (_SETTINGS, "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
 _END_NAMES = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[EOS]")
 _PAD_NAMES = (PADDING, "<pad>", "[PAD]")
 
@@ -246,6 +255,7 @@ def _load_path(path: Path) -> Tokenizer:
         name=folder.resolve().name,
         eos_token=_token_text(settings.get("eos_token")),
         pad_token=_token_text(settings.get("pad_token")),
+        files={p.name: p.read_bytes() for p in map(folder.joinpath, _BESIDE) if p.is_file()},
     )
 
 

@@ -109,6 +109,11 @@ def generate(
         do_sample=do_sample,
     )
     check_request(input_ids, max_new_tokens, sampling)
+    if attention_mask is not None and bool((attention_mask[:, -1] == 0).any()):
+        raise ConfigError(
+            "attention_mask: a prompt ends with padding, after which nothing sensible follows; pad "
+            "shorter prompts on the left"
+        )
     ends, pad = find_end(getattr(model, "config", None), eos_token_id, pad_token_id)
     modes = {module: module.training for module in model.modules()}
     model.eval()

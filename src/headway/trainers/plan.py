@@ -59,10 +59,28 @@ class RunPlan:
         state.max_eval_steps = args.max_eval_steps
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stood when it was saved."""
+
+    global_step: int
+    raw_epoch: int
+    epoch_start_step: int
+    samples_per_step: int
+
+
 def sample_length(dataset: Any) -> int | None:
     """Tokens in every sample, where the dataset fixes it."""
     length = getattr(dataset, "sequence_length", None)
     return length if isinstance(length, int) else None
+
+
+def mean_tokens(dataset: Any) -> float | None:
+    """Tokens of a sample on average, padding left out, where the dataset can tell."""
+    length, own = sample_length(dataset), getattr(dataset, "num_tokens", None)
+    if length is None or not isinstance(own, int) or not has_length(dataset) or not len(dataset):
+        return length
+    return min(float(length), own / len(dataset))
 
 
 def has_length(dataset: Any) -> bool:
@@ -86,8 +104,11 @@ def plan_run(
     longest: Callable[[int], int] = int,
     *,
     checkpointed: bool = False,
+    done: Progress | None = None,
 ) -> RunPlan:
     """Work out a run's length and cadence; where a callback saves (`checkpointed`), only that.
+
+    `done` is where a resumed run stands: epochs that are left may have another number of steps.
 
     `longest` gives the largest of the ranks' values: their own streams may differ in length, and
     an epoch is over when the last one is.
@@ -97,7 +118,7 @@ def plan_run(
     steps_per_epoch = steps_per_epoch or args.epoch_train_steps
     train_for = Duration.parse(args.train_for) if args.train_for is not None else None
     stop_at = Duration.parse(args.stop_at) if args.stop_at is not None else None
-    max_steps = _max_steps(args, train_for, steps_per_epoch)
+    max_steps = _max_steps(args, train_for, steps_per_epoch, loader, done)
     expected, tokens = max_steps, None
     step_tokens = _step_tokens(args, loader, world_size)
     if train_for is not None and train_for.unit == "tokens":
@@ -131,10 +152,11 @@ def plan_run(
 
 
 def _step_tokens(args: TrainingArguments, loader: WindowLoader, world_size: int) -> int | None:
-    length = sample_length(loader.dataset)
+    length = mean_tokens(loader.dataset)
     if length is None:
         return None
-    return args.per_device_train_batch_size * loader.deal.accumulation * world_size * length
+    rows = args.per_device_train_batch_size * loader.deal.accumulation * world_size
+    return max(1, round(rows * length))
 
 
 def _count_tokens(
@@ -143,24 +165,39 @@ def _count_tokens(
     """Tokens of so many steps; the last step of an epoch may be a smaller one."""
     if loader.num_samples is None:
         return num_steps * step_tokens
-    length = sample_length(loader.dataset)
+    length = mean_tokens(loader.dataset)
     assert length is not None, "a step has a known number of tokens only then"
     epochs, rest = divmod(num_steps, steps_per_epoch)
-    return epochs * loader.deal.usable(loader.num_samples) * length + rest * step_tokens
+    return round(epochs * loader.deal.usable(loader.num_samples) * length) + rest * step_tokens
 
 
 def _max_steps(
-    args: TrainingArguments, train_for: Duration | None, steps_per_epoch: int
+    args: TrainingArguments,
+    train_for: Duration | None,
+    steps_per_epoch: int,
+    loader: WindowLoader,
+    done: Progress | None,
 ) -> int | None:
+    epochs = args.num_train_epochs
     if train_for is not None:
         if train_for.unit == "steps":
             return int(train_for.value)
-        if train_for.unit == "epochs":
-            return math.ceil(train_for.value * steps_per_epoch)
-        return None
-    if args.max_steps > 0:
+        if train_for.unit != "epochs":
+            return None
+        epochs = train_for.value
+    elif args.max_steps > 0:
         return args.max_steps
-    return math.ceil(args.num_train_epochs * steps_per_epoch)
+    window, samples = loader.deal.window_samples, loader.num_samples
+    if done is None or done.samples_per_step == window or not samples:
+        return math.ceil(epochs * steps_per_epoch)
+    # Steps that are done had another size: what is left of the epochs counts, not their number.
+    usable = loader.deal.usable(samples)
+    in_epoch = (done.global_step - done.epoch_start_step) * done.samples_per_step
+    left_here = max(0, usable - in_epoch)
+    later = epochs - done.raw_epoch - 1
+    if later < 0:  # the run ends within this epoch
+        left_here, later = max(0, left_here + math.floor(later * usable)), 0
+    return done.global_step + math.ceil(left_here / window) + math.ceil(later * steps_per_epoch)
 
 
 def _trigger(

@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from headway.args import PipelineTrainingArguments, TrainingArguments
 from headway.data.loader import WindowLoader
+from headway.data.tokenizer import load_tokenizer
 from headway.errors import ConfigError
 from headway.precision import fp8
 from headway.trainers.plan import RunPlan, sample_length
@@ -110,8 +112,15 @@ class GuardedCollator:
         return None
 
 
-def check_data_fits(model: nn.Module, loader: WindowLoader, option: str) -> None:
-    """Refuse data that the model cannot take; looks at samples without training on them."""
+def check_data_fits(
+    model: nn.Module, loader: WindowLoader, option: str, tokenizer: Any = None
+) -> None:
+    """Refuse data that the model cannot take; looks at samples without training on them.
+
+    With the run's `tokenizer`, token files of another one are told.
+    """
+    if tokenizer is not None:
+        _warn_of_other_tokenizer(loader.dataset, tokenizer, option)
     vocabulary, positions = vocabulary_size(model), longest_sequence(model)
     problems: list[str] = []
     dataset = loader.dataset
@@ -127,9 +136,30 @@ def check_data_fits(model: nn.Module, loader: WindowLoader, option: str) -> None
         raise ConfigError(problems)
 
 
+def _warn_of_other_tokenizer(dataset: Any, tokenizer: Any, option: str) -> None:
+    try:
+        own = load_tokenizer(tokenizer)
+    except ConfigError:  # something that only tokenises for its owner
+        return
+    for source in getattr(dataset, "sources", None) or [dataset]:
+        for file in getattr(source, "files", None) or []:
+            made_by = getattr(file, "header", {}).get("tokenizer") or {}
+            if made_by and made_by.get("digest") != own.digest:
+                logger.warning(
+                    "%s: %s was made with another tokenizer (%s) than the run's (%s): its ids mean "
+                    "something else there",
+                    option,
+                    file.path,
+                    made_by.get("name", "unknown"),
+                    own.name,
+                )
+
+
 def _scan(dataset: Any, vocabulary: int | None, positions: int | None, option: str) -> list[str]:
     if isinstance(dataset, list | tuple) and len(dataset) <= _MOST_SAMPLES_SCANNED:
         samples = list(dataset)
+    elif isinstance(dataset, IterableDataset):
+        return []
     elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         samples = [dataset[0]] if len(dataset) else []
     else:

@@ -28,6 +28,7 @@ from headway.errors import ConfigError
 from headway.optim.group_schedules import GROUP_KEY
 from headway.optim.in_force import MACHINE_FLAGS, InForce
 from headway.trainers.overruled import Overruled, is_told, setting_of
+from headway.trainers.plan import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +159,13 @@ def read_saved_lengths(path: Path) -> tuple[int, int] | None:
     if not isinstance(found, list) or [type(one) for one in found] != [int, int]:
         return None
     return found[0], found[1]
+
+
+def read_saved_progress(path: Path) -> Progress | None:
+    """Where the run that wrote a checkpoint stood, if it tells."""
+    saved = read_json_object(path / "trainer_state.json")
+    found: list[Any] = [saved.get(one.name) for one in dataclasses.fields(Progress)]
+    return Progress(*found) if all(type(one) is int for one in found) else None
 
 
 def check_progress(saved: Mapping[str, Any], path: Path) -> None:

@@ -41,7 +41,9 @@ from headway.optim.schedule_state import ScheduleState
 from headway.optim.scheduler import CurveLR
 from headway.trainers.callback_tensors import part_of, tensor_components
 from headway.trainers.fingerprints import take_fingerprints
+from headway.trainers.folder_lock import FolderLock
 from headway.trainers.outside_weights import check_source, take_weights
+from headway.trainers.plan import Progress
 from headway.trainers.preflight import check_output_dir
 from headway.trainers.resume import (
     Found,
@@ -49,6 +51,7 @@ from headway.trainers.resume import (
     find_checkpoint,
     kept_components,
     read_saved_lengths,
+    read_saved_progress,
     read_saved_seed,
     require_parts,
     wanted_components,
@@ -113,23 +116,39 @@ class Saver:
             ranks=trainer._ranks(),
         )
         self.background = BackgroundSaver(self.manager, asynchronous=self._asynchronous)
+        self._folder_lock = FolderLock(args.output_dir)
 
     def find(self, resume: bool | str) -> Found | None:
         """The checkpoint to resume from, if any."""
         check_output_dir(self._trainer.args.output_dir)
         ranks = self._trainer._ranks()
+        with ranks.together("looking at the output folder"):
+            if ranks.leads:
+                self._folder_lock.check()
         if ranks.each_node:
             require_apart(ranks, self.manager.output_dir)
             resume = ranks.share(resume)  # after a restart each rank asks its own disk
         found = find_checkpoint(self.manager, self._trainer.args, resume)
         self._replaces = resume is False
         self._falls_back = resume is True
-        if found is not None:
+        if found is None:
+            self._trainer._start_over()
+        else:
             logger.info("resuming from %s", found.path)
         return found
 
-    def replace_earlier_run(self) -> None:
-        """For a run that starts afresh in a used folder: what lies there is not of this run."""
+    def close(self) -> None:
+        """Let the folder go, and the thread that makes memory ready."""
+        self.manager.stager.close()
+        self._folder_lock.release()
+
+    def take_folder(self) -> None:
+        """Make the output folder this run's own.
+
+        In one that starts afresh in a used folder, what lies there is not of this run.
+        """
+        if self._trainer._ranks().leads:
+            self._folder_lock.take()
         if not self._replaces:
             return
         self._replaces = False
@@ -150,6 +169,12 @@ class Saver:
         if found is None or "trainer" not in wanted_components(self._trainer.args):
             return None
         return read_saved_lengths(found.path)
+
+    def saved_progress(self, found: Found | None) -> Progress | None:
+        """Where the run stood, unless its counters are left behind."""
+        if found is None or "trainer" not in wanted_components(self._trainer.args):
+            return None
+        return read_saved_progress(found.path)
 
     def attach(self, loader: WindowLoader) -> None:
         """Tell the saver whose position to keep."""
@@ -349,6 +374,13 @@ class Saver:
             if self._asynchronous:
                 self._record_duration(SAVE_ASYNC_DURATION, saved.duration_s, saved.step)
             self._trainer.bus.fire("on_save", checkpoint_path=str(saved.path), step=saved.step)
+
+    def finish(self) -> None:
+        """At the end of a run: its last save, and one model on all ranks."""
+        strategy = self._trainer.strategy
+        if strategy is not None and strategy.before_save is not None:
+            strategy.before_save()  # ranks may have grown apart since
+        self.deliver()
 
     def _record_duration(self, name: str, seconds: float, step: int) -> None:
         """Under the step that was saved or loaded; of all ranks the slowest counts."""

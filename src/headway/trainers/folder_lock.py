@@ -1,0 +1,61 @@
+"""One run at a time in an output folder.
+
+Owns: the lock. Does not own: what is in the folder. Two runs would delete each other's checkpoints
+and write into each other's logs.
+
+A lock of the process, by the system: it is gone when the process is, however that ended, and worker
+processes do not inherit it. Where a file system has none, there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+from headway.errors import ConfigError
+
+LOCK_NAME = "run/lock"
+
+
+class FolderLock:
+    """Held from the first step of a run to its end."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
+        self._file: int | None = None
+
+    def check(self) -> None:
+        """Refuse a folder in which somebody trains; nothing is written."""
+        if (self._folder / LOCK_NAME).is_file():
+            self.take()
+            self.release()
+
+    def take(self) -> None:
+        path = self._folder / LOCK_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(file, 200, 0).decode(errors="replace").strip()
+            os.close(file)
+            raise ConfigError(
+                f"output_dir: {self._folder} is in use by another run ({owner or 'unknown'}), "
+                "which would lose its checkpoints; give another folder, or end that run first"
+            ) from None
+        except OSError:  # no locks on this file system
+            os.close(file)
+            return
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._file = file
+
+    def release(self) -> None:
+        """The file stays: another run may wait to open it."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                os.close(file)
