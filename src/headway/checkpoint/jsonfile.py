@@ -8,6 +8,8 @@ again. Does not own: what the files mean.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +36,29 @@ class EncodedList:
 
 def encode_item(value: Any, name: str | Path) -> str:
     """The text of one item of an `EncodedList`, within the limits of a file."""
-    try:
+    with _naming(name):
         text = _COMPACT.encode(value)
         _check_depth(value)
-    except RecursionError:
-        raise CheckpointError(f"{name} would be nested too deeply to be read again") from None
-    except _TooMuchError as error:
-        raise CheckpointError(f"{name} would not be read again: it {error}") from None
     return text
 
 
 def encode_json(value: Any, name: str | Path, *, indent: int = 1) -> bytes:
     """The text of a JSON file; `CheckpointError` naming it for what would not be read again."""
-    try:
+    with _naming(name):
         text = _encode(value, indent).encode() + b"\n"
         _check_text(text, MAX_JSON_BYTES, MAX_CONTAINERS)
         _check_depth(value)
+    return text
+
+
+@contextmanager
+def _naming(name: str | Path) -> Iterator[None]:
+    try:
+        yield
     except RecursionError:
         raise CheckpointError(f"{name} would be nested too deeply to be read again") from None
     except _TooMuchError as error:
         raise CheckpointError(f"{name} would not be read again: it {error}") from None
-    return text
 
 
 def _encode(value: Any, indent: int) -> str:

@@ -1,15 +1,18 @@
-"""What a window amounts to over all ranks."""
+"""What a window amounts to over all ranks, also after somebody has edited it."""
 
 from __future__ import annotations
 
 import torch
 
+from headway.data.counting import count_targets
 from headway.data.loader import Window, WindowTotals
 from headway.strategies.base import Strategy
 
 
 def count_window(window: Window, strategy: Strategy, *, changed: bool) -> Window | WindowTotals:
     """The counts over all ranks: those that came with the window, unless it may have `changed`."""
+    if changed:
+        _count_again(window)
     if window.totals is None:
         return window
     if not changed:
@@ -19,3 +22,15 @@ def count_window(window: Window, strategy: Strategy, *, changed: bool) -> Window
         own = [0, 0, 0]
     targets, tokens, samples = strategy.reduce(torch.tensor(own), "sum").tolist()
     return WindowTotals(targets, tokens, samples)
+
+
+def _count_again(window: Window) -> None:
+    """The targets that its micro-batches have now; those that only stand in count for nothing.
+
+    The loss is divided by them. Tokens and samples are those that were read.
+    """
+    real = window.micro_batches[: len(window.micro_batches) - window.num_fillers]
+    num_targets: int | torch.Tensor = 0
+    for batch in real:
+        num_targets = num_targets + count_targets(batch)
+    window.num_target_tokens = num_targets

@@ -34,14 +34,16 @@ class EvalResult:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; the training mode found before comes back."""
-    was_training = model.training
+    """Evaluation mode and no gradients inside; afterwards each module is in the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(was_training)
+        model.train(modes[0][1])  # for models that do more in it than set the flag
+        for module, was_training in modes:
+            module.training = was_training
 
 
 def run_evaluation(

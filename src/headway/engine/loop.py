@@ -67,6 +67,7 @@ class TrainingLoop:
         self._stepped = False
         self._last_step = LastStep(parts.loader, parts.bus, active=parts.args.save_on_error)
         self.stepper = Stepper(parts, self._last_step)
+        self._settles = False
         self._evaluates = parts.eval_trigger.active
         self.saves_at_end = parts.save_trigger.active or parts.checkpointed
         """Whether the end of the run is saved, also where it comes early."""
@@ -75,6 +76,10 @@ class TrainingLoop:
         """Train until the length is done or a stop is asked for."""
         self._start()
         self.parts.commands.begin(self.parts.strategy.agree)
+        # By all ranks alike, also once a callback is disabled on one: what follows takes them all.
+        listens, agree = self.parts.bus.listens, self.parts.strategy.agree
+        self._settles = bool(agree(listens("on_step_settled")))
+        self.stepper.edits_windows = bool(agree(listens("on_window")))
         if self._done:
             logger.warning(
                 "nothing to train: step %d is done and the run's length ends there",
@@ -301,7 +306,7 @@ class TrainingLoop:
         Returns whether the run was rolled back.
         """
         p = self.parts
-        if self.aborted or not p.bus.listens("on_step_settled"):
+        if self.aborted or not (self._settles or p.bus.listens("on_step_settled")):
             return False
         p.bus.fire("on_step_settled")
         wanted = self._take_flags() | self._outside_bits() | self._length_bits(time.monotonic())

@@ -91,6 +91,13 @@ class TrainerState:
         saved = {f.name: getattr(self, f.name) for f in fields(self)}
         return {key: value for key, value in saved.items() if key not in _PROCESS_FIELDS}
 
+    def start_over(self) -> None:
+        """Forget all progress, as of a run that was not this one."""
+        fresh = type(self)()
+        for f in fields(self):
+            if f.name not in _PROCESS_FIELDS + _PLANNED_FIELDS:
+                setattr(self, f.name, getattr(fresh, f.name))
+
     def restore(self, saved: dict[str, Any]) -> None:
         """Take the progress from a checkpoint; what the arguments decide stays as planned."""
         own_id = self.run_id

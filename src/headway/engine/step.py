@@ -35,14 +35,18 @@ class Stepper:
         self._parts, self._last_step = parts, last_step
         self.num_samples = 0
         """Of all steps so far, on all ranks."""
+        self.edits_windows = False
+        """Whether anybody on any rank may edit windows: to count them again takes all ranks."""
         self._rate_names: list[str] = []
+        self._parameters = list(parts.strategy.unwrap().parameters())
 
     def take(self, window: Window) -> None:
         """One optimizer step: six hops, none back up."""
         p, fire = self._parts, self._parts.bus.fire
         fire("on_step_begin")
         fire("on_window", window=window)
-        totals = count_window(window, p.strategy, changed=p.bus.listens("on_window"))
+        changed = self.edits_windows or p.bus.listens("on_window")
+        totals = count_window(window, p.strategy, changed=changed)
         if p.bus.control.should_skip_step:
             p.bus.control.should_skip_step = False
             self._leave_out(totals)
@@ -52,6 +56,9 @@ class Stepper:
             num_targets = max(1, num_targets)
         else:
             num_targets = num_targets.clamp(min=1)
+        # Also of parameters that no optimizer has, and what was there before the first step.
+        for parameter in self._parameters:
+            parameter.grad = None
         loss = p.strategy.forward_backward(window, p.objective, num_targets, fire)
         fire("on_gradients")
         is_watched = p.bus.listens("on_pre_optimizer_step")

@@ -7,6 +7,7 @@ names are one tensor (ties.py), the split into files (shards.py).
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -74,10 +75,13 @@ def other_loss_of(model: nn.Module) -> str | None:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return "that of an encoder and a decoder"
     function = getattr(model, "loss_function", None)
-    name = getattr(function, "__name__", None)
-    if function is None or not hasattr(model, "loss_type") or name == "ForCausalLMLoss":
+    if function is None or not hasattr(model, "loss_type"):
         return None
-    return name or repr(function)
+    called = inspect.unwrap(type(model).forward)
+    if "loss_function" not in called.__code__.co_names:
+        return "one that its forward makes"
+    name = getattr(function, "__name__", repr(function))
+    return None if name == "ForCausalLMLoss" else str(name)
 
 
 def state_for_export(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -48,7 +48,10 @@ def build_named(
             )
         return _make(args, StochasticAdamW, groups, {**adam, **given})
     if not {"foreach", "fused", "capturable"} & given.keys():
-        given["fused"] = fused and not (name == "sgd" and (sparse or _is_sharded(groups)))
+        # With momentum torch's fused SGD needs a buffer of every parameter from the first step on:
+        # one that is thawed later has none.
+        plain_only = name == "sgd" and (sparse or _is_sharded(groups) or given.get("momentum"))
+        given["fused"] = fused and not plain_only
     classes: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
         "adamw": (torch.optim.AdamW, adam),
         "adam": (torch.optim.Adam, adam),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -60,10 +61,15 @@ def choose_layers(
     """
     patterns = [_compile(pattern, option) for pattern in exclude]
     choice = LayerChoice()
+    names_of = Counter(map(id, (m for _, m in module.named_modules(remove_duplicate=False))))
     for name, layer in module.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
         reason = misfit(layer)
+        if names_of[id(layer)] > 1:
+            reason = "one layer in several places"
+        if "forward" in layer.__dict__ or layer._forward_hooks or layer._forward_pre_hooks:
+            reason = "with a hook, or a forward of its own"
         if type(layer) is not nn.Linear and type(layer).__name__ != own_class:
             # What it computes would be lost with its class.
             reason = f"of the class {type(layer).__name__}"

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 LossFunction = Callable[..., Tensor]
 Count = int | Tensor
+# Labels have a use of their own, and documents a warning.
+_TOLD_ELSEWHERE = ("labels", "document_ids")
 
 
 class Objective:
@@ -48,19 +50,21 @@ class Objective:
             name for name in self._accepts if parameters[name].default is inspect.Parameter.empty
         }
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        # transformers models hand the count on to their loss through **kwargs; another module
-        # with **kwargs would ignore it and return a mean.
         transformers_model = kind.__module__.startswith("transformers.") or any(
             base.__name__ == "PreTrainedModel" for base in kind.__mro__
         )
         self._filters = not takes_all or transformers_model
-        hands_on = getattr(model, "accepts_loss_kwargs", getattr(kind, "accepts_loss_kwargs", True))
-        self._takes_count = "num_items_in_batch" in self._accepts or (
-            transformers_model and takes_all and hands_on is True
-        )
+        # Only by name. transformers' models take it in **kwargs, but many ignore it and return a
+        # mean, and what some add to their loss (a router's) is not divided by it.
+        self._takes_count = "num_items_in_batch" in self._accepts
+        # A cache is for generation. Without one transformers keeps packed documents apart by their
+        # positions, as it does while blocks are recomputed.
+        self._leaves_cache = transformers_model and "use_cache" in self._accepts
+        self._leaves_cache &= not hasattr(model, "stands_for")
         self._computes, self._fused = compute_loss_func, fused
         self._takes_labels = "labels" in self._accepts or not self._filters
         self._warned = False
+        self._told_dropped: set[str] = set()
 
     def loss(self, model: Callable[..., Any], batch: Any, num_targets: Count, own: Count) -> Tensor:
         """The batch's share of the window's loss: its sum over targets / `num_targets`.
@@ -88,7 +92,7 @@ class Objective:
         outputs, labels, _ = self._call(model, batch, _at_least_one(own))
         logits = _find_logits(outputs)
         loss = _find_loss(outputs)
-        if self._computes is not None and labels is not None:
+        if self._computes is not None:
             loss = self._computes(outputs, labels, num_items_in_batch=_at_least_one(own))
         if loss is not None:
             return weigh_mean(loss.detach(), own, 1), own, logits, labels
@@ -105,7 +109,11 @@ class Objective:
             return None
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         if self._filters:
+            self._warn_about_lost_documents(inputs)
+            self._warn_about_dropped(inputs)
             inputs = {key: value for key, value in inputs.items() if key in self._accepts}
+        if self._leaves_cache:
+            inputs.setdefault("use_cache", False)
         return self._fused.loss(model, inputs, labels, num_targets)
 
     def _call(
@@ -117,12 +125,15 @@ class Objective:
             labels = inputs.get("labels")
             if self._filters:
                 self._warn_about_lost_documents(inputs)
+                self._warn_about_dropped(inputs)
                 inputs = {key: value for key, value in inputs.items() if key in self._accepts}
             if self._computes is not None or not self._takes_labels:
                 inputs.pop("labels", None)
             counted = self._takes_count and "labels" in inputs
             if counted:
                 inputs["num_items_in_batch"] = num_targets
+            if self._leaves_cache:
+                inputs.setdefault("use_cache", False)
             if not self._requires <= inputs.keys():
                 self._refuse_batch(batch, inputs)
             return model(**inputs), labels, counted
@@ -146,9 +157,23 @@ class Objective:
         if not self._warned and "document_ids" in inputs and "document_ids" not in self._accepts:
             self._warned = True
             logger.warning(
-                "%s takes no document_ids: tokens of one pack attend to each other across "
+                "%s takes no document_ids: tokens of one pack may attend to each other across "
                 "documents. Use headway.models.Decoder or unpacked data to keep them apart.",
                 self._model_name,
+            )
+
+    def _warn_about_dropped(self, inputs: Mapping[str, Any]) -> None:
+        """Tell, once each, which tensors of a batch the model does not take."""
+        for name, value in inputs.items():
+            if name in self._accepts or name in _TOLD_ELSEWHERE or name in self._told_dropped:
+                continue
+            if not isinstance(value, Tensor):
+                continue
+            self._told_dropped.add(name)
+            if name == "attention_mask" and bool(value.all()):
+                continue  # one look, at the first that there is: collators make it for padding
+            logger.warning(
+                "%s takes no %s: what the batch has of it is left out", self._model_name, name
             )
 
     def _from_logits(self, outputs: Any, labels: Tensor | None, batch: Any) -> Tensor:
@@ -203,14 +228,21 @@ def _find_loss(outputs: Any) -> Tensor | None:
     if isinstance(outputs, Tensor):
         return outputs if outputs.dim() == 0 else None
     loss = _field(outputs, "loss")
-    if loss is None and isinstance(outputs, tuple | list) and outputs:
-        loss = outputs[0]
-    if isinstance(loss, Tensor):
-        if loss.dim() == 0:
-            return loss
-        if loss.numel() == 1:
-            return loss.reshape(())
-    return None
+    if loss is None and isinstance(outputs, tuple | list):
+        # Wherever it stands: some models give (logits, loss).
+        return next((o for o in outputs if _is_number(o)), None)
+    if not isinstance(loss, Tensor):
+        return None
+    if loss.numel() != 1:
+        raise ConfigError(
+            f"the model's loss has the shape {list(loss.shape)}; one number is needed: reduce it "
+            "in the model (its mean over targets), or pass compute_loss_func"
+        )
+    return loss.reshape(())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 def _find_logits(outputs: Any) -> Tensor | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from headway.config.components import load_target
@@ -61,6 +62,11 @@ def enable(
     `options` are torch's for checkpointing. `may_lack_blocks`: a part may have none to recompute.
     """
     given = {"use_reentrant": False, **check_options(options or {})}
+    if any(isinstance(part, _BatchNorm) for part in module.modules()):
+        logger.warning(
+            "gradient_checkpointing: the model has batch normalisation, and where a block with it "
+            "is recomputed its running means see each batch twice"
+        )
     leave_out_cache(module)
     if policy == BLOCK and _switch_on(module, given):
         return

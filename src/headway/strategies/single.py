@@ -47,7 +47,7 @@ class SingleDevice(Strategy):
 
     def setup(self, source: ModelSource) -> nn.Module:
         self._model = source.finish(source.build()).to(self.device)
-        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
+        self._parameters = list(self._model.parameters())  # those too that are frozen for now
         return self._model
 
     def _step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:

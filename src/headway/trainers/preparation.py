@@ -96,6 +96,13 @@ def model_source(
         weights=getattr(model_init, "weights", None),
         prepare=lambda module: _prepare(module, args, rank, device, recompute, fused_loss),
     )
+    if model is not None and args.default_dtype is not None:
+        logger.warning(
+            "default_dtype=%r: without effect on a ready model, whose weights stay %s; give "
+            "model_init, or cast the model",
+            args.default_dtype,
+            ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
+        )
     if model is not None or args.strategy_name == "pipeline":
         return source
     if args.construct_model_on == "device":

@@ -38,6 +38,13 @@ class Recording:
         if self.state.run_id is None:
             self.state.run_id = self._ranks().share(secrets.token_hex(6))
 
+    def _start_over(self) -> None:
+        """In a second run of a trainer, which goes on from nothing, progress begins anew, as do
+        optimizer, schedule and data."""
+        if self.state.global_step > 0:
+            self.state.start_over()
+            self._begin_run()
+
     def record_metric(
         self,
         name: str,

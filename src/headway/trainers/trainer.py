@@ -228,8 +228,7 @@ class Trainer(
         check_attention(self.args, model, strategy.device, strategy.train_context)
         if strategy.loss_scale is not None:
             check_scaled(model)
-        if self.env.rank:  # after the model, which all ranks draw alike
-            seed_all(derive_seed(self.state.seed or 0, self.env.rank))
+        self._seed_rank()
         if strategy.data_shard().world_size > 1 or self.env.world_size > 1:
             self._channel = RankChannel()
         self.strategy, self.model = strategy, model
@@ -269,7 +268,7 @@ class Trainer(
                 else None
             ),
         )
-        check_data_fits(model, loader, option)
+        check_data_fits(model, loader, option, self.processing_class)
         return loader
 
     def _prepare_optimizer(self, plan: RunPlan) -> None:
@@ -348,16 +347,16 @@ class Trainer(
         self._choose_seed(saver.saved_seed(found))
         self._prepare_model(resumes=found is not None and "model" in wanted_components(self.args))
         assert self.strategy is not None and self.model is not None
+        self._seed_rank()  # an evaluation may have built the model
         start_times.reach("model")
         require_trainable(self.model)
         loader = self._loader(self.train_dataset, "train_dataset", training=True)
         if self.eval_dataset is not None:
             self._eval_loader = self._loader(self.eval_dataset, "eval_dataset")
         shares, ranks = self.strategy.data_shard().world_size, self._ranks()
-        checkpointed, longest = saver.checkpointer is not None, ranks.exchange
-        plan = plan_run(
-            self.args, loader, shares, lambda n: max(longest(n)), checkpointed=checkpointed
-        )
+        checkpointed, done = saver.checkpointer is not None, saver.saved_progress(found)
+        settings: dict[str, Any] = {"checkpointed": checkpointed, "done": done}
+        plan = plan_run(self.args, loader, shares, lambda n: max(ranks.exchange(n)), **settings)
         check_fp8_tokens(self.args, loader, self.data_collator, plan, self.strategy.device)
         self._prepare_optimizer(plan)
         plan.describe(self.state, self.args)
@@ -373,7 +372,7 @@ class Trainer(
             start_times.finish("first step")
             logger.info("first step after %s", start_times.describe())
             # Not before a step has worked: a run that cannot start changes nothing on disk.
-            saver.replace_earlier_run()
+            saver.take_folder()
             saver.write_held()
             saver.manager.stager.make_ready()
             if self.env.rank == 0:
@@ -392,14 +391,14 @@ class Trainer(
             start_times.reach("set-up")
             loop.run()
             self.timing.doing = "close"
-            saver.deliver()
+            saver.finish()
             self.bookkeeping.drain()
             loop.close()
         except BaseException:
             saver.settle()
             raise
         finally:
-            saver.manager.stager.close()
+            saver.close()
             loader.close()
         self.state.outcome = loop.outcome
         output = self._finish(loop, saver, start)
@@ -421,6 +420,11 @@ class Trainer(
             self.state.seed = self._ranks().share(draw_seed())
             logger.info("seed %d was drawn (seed=-1); checkpoints keep it", self.state.seed)
         seed_all(self.state.seed)
+
+    def _seed_rank(self) -> None:
+        """Its own random numbers for each rank, after the model, which all draw alike."""
+        if self.env.rank:
+            seed_all(derive_seed(self.state.seed or 0, self.env.rank))
 
     def _parts(
         self, plan: RunPlan, loader: WindowLoader, saver: Saver, on_first_step: Callable[[], None]

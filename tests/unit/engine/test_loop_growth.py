@@ -16,7 +16,7 @@ from headway.testing import run_ranks
 FIRST, LAST, LOG_STEPS = 500, 1500, 100
 # A record is a dict of about a dozen numbers.
 BLOCKS_PER_RECORD = 40
-SLACK_OBJECTS, SLACK_BLOCKS = 30, 150
+SLACK_OBJECTS, SLACK_BLOCKS = 30, 400
 
 
 class Dot(nn.Module):

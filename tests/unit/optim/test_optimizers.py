@@ -75,7 +75,7 @@ def run(folder, steps=8, resume=False, **arguments):
         ("adamw", None, "AdamW", {"betas": (0.8, 0.9), "eps": 1e-6, "fused": True}),
         ("adamw", {"foreach": True}, "AdamW", {"foreach": True}),
         ("adam", {"amsgrad": True}, "Adam", {"amsgrad": True, "fused": True}),
-        ("sgd", {"momentum": 0.9, "nesterov": True}, "SGD", {"momentum": 0.9, "fused": True}),
+        ("sgd", {"momentum": 0.9, "nesterov": True}, "SGD", {"momentum": 0.9, "fused": False}),
         ("adamw_8bit", None, "AdamW8bit", {"betas": (0.8, 0.9)}),
         ("adamw_4bit", None, "AdamW4bit", {}),
         ("adamw_fp8", {"block_size": 128}, "AdamWFp8", {}),

@@ -126,3 +126,16 @@ def test_a_run_trains_on_the_grid_and_its_checkpoints_are_plain(tmp_path, caplog
     # And a plain run can go on from it.
     plain = tiny_trainer(tmp_path, max_steps=6)
     assert plain.train().global_step == 6
+
+
+def test_layers_that_do_more_or_stand_in_several_places_stay_as_they_are(caplog):
+    model = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("plain", "hooked", "patched", "a")})
+    model["b"] = model["a"]
+    model["hooked"].register_forward_hook(lambda layer, given, made: made + 1)
+    model["patched"].forward = lambda x: x
+    with caplog.at_level(logging.INFO):
+        qat.prepare(model, "int8-dynamic-act-int4-weight")
+    assert fake_layers(model) == ["plain"]
+    assert model["a"] is model["b"]
+    assert "with a hook, or a forward of its own" in caplog.text
+    assert "one layer in several places" in caplog.text

@@ -172,3 +172,128 @@ def test_a_batch_without_targets_is_worth_nothing(make):
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def transformers_models():
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        LlamaConfig,
+        LlamaForSequenceClassification,
+        MixtralConfig,
+        MixtralForCausalLM,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    t5 = {
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+        "dropout_rate": 0.0,
+    }
+    router = {"num_local_experts": 2, "output_router_logits": True, "router_aux_loss_coef": 1.0}
+    return {
+        "masked": lambda: BertForMaskedLM(
+            BertConfig(vocab_size=40, num_attention_heads=2, **sizes, **quiet)
+        ),
+        "encoder and decoder": lambda: T5ForConditionalGeneration(
+            T5Config(vocab_size=40, decoder_start_token_id=0, **t5)
+        ),
+        "reward": lambda: LlamaForSequenceClassification(
+            LlamaConfig(vocab_size=40, num_labels=1, pad_token_id=0, **sizes, **heads)
+        ),
+        "experts": lambda: MixtralForCausalLM(
+            MixtralConfig(vocab_size=40, **sizes, **heads, **router)
+        ),
+        "causal": lambda: tiny_llama(),
+    }
+
+
+@pytest.mark.parametrize("kind", ["masked", "encoder and decoder", "reward", "experts", "causal"])
+def test_a_transformers_model_gets_the_gradients_of_its_own_loss_however_a_step_is_cut(kind):
+    torch.manual_seed(0)
+    model = transformers_models()[kind]().train()
+    ids = torch.randint(1, 40, (4, 6))
+    labels = torch.randn(4, 1) if kind == "reward" else ids
+    own_loss = model(input_ids=ids, labels=labels).loss
+    wanted = torch.autograd.grad(own_loss, list(model.parameters()), allow_unused=True)
+    objective, batch = Objective(model), {"input_ids": ids, "labels": labels}
+    number = count_targets(batch)
+    whole = objective.loss(model, batch, number, number)
+    assert whole.item() == pytest.approx(own_loss.item(), rel=1e-5)
+    parts = [{name: value[row : row + 1] for name, value in batch.items()} for row in range(4)]
+    shares = [objective.loss(model, part, number, count_targets(part)) for part in parts]
+    assert sum(shares).item() == pytest.approx(own_loss.item(), rel=0.1)
+    made = torch.autograd.grad(sum(shares), list(model.parameters()), allow_unused=True)
+    # A router's loss is not a mean over tokens: cut otherwise, it is another number of that size.
+    limit = 0.3 if kind == "experts" else 1e-3
+    for ours, theirs in zip(made, wanted):
+        if theirs is not None and theirs.norm() > 1e-6:
+            assert (ours - theirs).norm() / theirs.norm() < limit
+    total, count, _, _ = objective.evaluate(model, batch)
+    assert total.item() / count == pytest.approx(own_loss.item(), rel=1e-4)
+
+
+def test_a_batch_without_a_target_is_nothing_beside_the_others_of_a_transformers_model():
+    model = tiny_llama()
+    nothing = {"input_ids": IDS, "labels": torch.full_like(LABELS, -100)}
+    share = Objective(model).loss(model, nothing, num_targets=10, own=0)
+    share.backward()
+    assert share.item() == 0.0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("labels", [[[1], [2], [0]], [[1, -100], [2, -100], [0, -100]]])
+def test_a_label_in_the_first_place_alone_counts(labels):
+    """A class for each sample, and no next token."""
+    labels = torch.tensor(labels)
+    assert count_targets({"x": torch.zeros(3, 4), "labels": labels}) == 3
+
+
+class Unreduced(Tiny):
+    def forward(self, input_ids, labels):
+        return {"loss": torch.ones(2), "logits": self.logits(input_ids)}
+
+
+class LogitsFirst(Tiny):
+    """As nanoGPT gives them; its labels are shifted already."""
+
+    def forward(self, input_ids, labels):
+        return self.logits(input_ids), self.table.sum() * 0 + 3.0
+
+
+def test_a_models_own_loss_is_not_passed_over():
+    model = Unreduced()
+    with pytest.raises(ConfigError, match=r"shape \[2\]; one number is needed"):
+        Objective(model).loss(model, BATCH, num_targets=TARGETS, own=TARGETS)
+    model = LogitsFirst()
+    loss = Objective(model).loss(model, BATCH, num_targets=TARGETS, own=TARGETS)
+    assert loss.item() == 3.0
+
+
+def test_an_evaluation_goes_by_the_function_that_training_goes_by():
+    model = nn.Linear(4, 3)
+    objective = Objective(model, lambda outputs, labels, num_items_in_batch: outputs.sum() * 0 + 2)
+    total, count, _, _ = objective.evaluate(model, torch.zeros(5, 4))
+    assert total.item() / count == 2.0
+
+
+def test_what_a_batch_has_and_the_model_does_not_take_is_told_once(caplog):
+    model = ReturnsScalar()
+    padded = torch.ones_like(IDS)
+    padded[:, 4:] = 0
+    batch = {**BATCH, "weights": torch.ones(2), "attention_mask": padded, "name": "a"}
+    objective = Objective(model)
+    for _ in range(2):
+        objective.loss(model, batch, num_targets=TARGETS, own=TARGETS)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and "weights" in told[0] and "attention_mask" in told[1]
+    full = {**BATCH, "attention_mask": torch.ones_like(IDS)}
+    Objective(model).loss(model, full, num_targets=TARGETS, own=TARGETS)
+    assert len(caplog.records) == 2

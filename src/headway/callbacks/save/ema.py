@@ -136,6 +136,11 @@ class EMACallback(TrainerCallback):
                         "model can have only one average in it"
                     )
         refuse_shared_suffix(self, trainer)
+        if self.swap_at_end and args.load_best_model_at_end:
+            raise ConfigError(
+                "EMACallback: swap_at_end=true leaves the average in the model at the end, and "
+                "load_best_model_at_end=true the best checkpoint; allowed: one of them"
+            )
         if self.use_for_eval and args.load_best_model_at_end and state.is_world_process_zero:
             logger.warning(
                 "EMACallback: with use_for_eval the best checkpoint is that of the best average; "

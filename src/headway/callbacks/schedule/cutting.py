@@ -63,6 +63,8 @@ def cut_batch(batch: Any, length: int, *, split: bool) -> Any:
             f"{_WHO}: sequences of {width} tokens cannot be split into pieces of {length}; give "
             f"every sample the full length (packed or padded to it), or set truncate=True"
         )
+    if not split:
+        _refuse_left_padding(batch.get("attention_mask"), length)
     cut = {
         name: _cut_field(name, value, rows, width, length, split=split)
         for name, value in batch.items()
@@ -73,6 +75,17 @@ def cut_batch(batch: Any, length: int, *, split: bool) -> Any:
         if "document_ids" in cut:
             cut["document_ids"] = _renumber(cut["document_ids"])
     return cut
+
+
+def _refuse_left_padding(mask: Any, length: int) -> None:
+    """Of a sample that begins with padding the cut would leave padding, and take tokens away."""
+    if mask is None or getattr(mask, "ndim", 0) != 2 or mask.device.type != "cpu":
+        return
+    if bool(((mask[:, 0] == 0) & (mask[:, length:] != 0).any(1)).any()):
+        raise ConfigError(
+            f"{_WHO}: truncate=True cuts from the right, and a sample begins with padding, so that "
+            "tokens would be cut off and padding kept; pad on the right. The data collator decides"
+        )
 
 
 def _cut_field(name: str, value: Any, rows: int, width: int, length: int, *, split: bool) -> Any:
