@@ -297,7 +297,8 @@ def test_a_part_speaks_for_the_whole_model(family):
     part = build_part(FAMILIES[family], Layout(2), 1)
     assert hf_config_of(part) == hf_config_of(whole)
     assert flops_per_token(part, []) == flops_per_token(whole, []) > 0
-    assert vars(Objective(part)) == vars(Objective(whole))
+    own = {"_leaves_cache": False}  # stages see to that themselves
+    assert vars(Objective(part)) | own == vars(Objective(whole)) | own
     part.eval()
     assert not any(module.training for module in part.stages[0].modules())
     with pytest.raises(RuntimeError, match="holds a part of"):
