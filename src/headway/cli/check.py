@@ -71,7 +71,9 @@ def examine(run_config: RunConfig) -> dict[str, Any]:
     )
     first = next(WindowLoader(train, batch_size=1, collate_fn=collator, shuffle=False).batches())
     plan = plan_run(args, loader, 1)
-    not_tried = _find_problems(run_config, model, loader, held_out, collator, plan, first)
+    not_tried = _find_problems(
+        run_config, model, loader, held_out, collator, plan, first, tokenizer
+    )
     optimizer, scheduler = from_config.build_optimizer_and_scheduler(run_config, model)
     if scheduler is None:
         build_scheduler(
@@ -117,6 +119,7 @@ def _find_problems(
     collator: Any,
     plan: RunPlan,
     batch: Any,
+    tokenizer: Any,
 ) -> str | None:
     """Raise one ConfigError with all that training would refuse of model, data and machine.
 
@@ -138,10 +141,10 @@ def _find_problems(
         if held_out is not None:
             size = args.per_device_eval_batch_size
             held_out_loader = WindowLoader(held_out, batch_size=size, collate_fn=collator)
-            check_data_fits(model, held_out_loader, "data.eval")
+            check_data_fits(model, held_out_loader, "data.eval", tokenizer)
 
     check_all(
-        lambda: check_data_fits(model, loader, "data.train"),
+        lambda: check_data_fits(model, loader, "data.train", tokenizer),
         check_eval_data,
         lambda: tried.append(_try_forward(model, batch)),
         lambda: check_fp8_tokens(args, loader, collator, plan, device),

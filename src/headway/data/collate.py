@@ -110,15 +110,15 @@ class PadCollator:
             labels = batch["input_ids"].clone()
             if "attention_mask" in batch:
                 labels[batch["attention_mask"] == 0] = self.label_pad
-            if "document_ids" in batch:
+            documents = batch.get("document_ids")
+            if documents is not None and documents.shape == labels.shape:
                 # Nothing in its document comes before the first token of one.
-                documents = batch["document_ids"]
                 labels[documents < 0] = self.label_pad
                 labels[:, 1:][documents[:, 1:] != documents[:, :-1]] = self.label_pad
             batch["labels"] = labels
-        if "loss_mask" in batch and "labels" in batch:
-            has_none = batch["loss_mask"] == 0
-            batch["labels"] = batch["labels"].masked_fill(has_none, self.label_pad)
+        mask, labels = batch.get("loss_mask"), batch.get("labels")
+        if mask is not None and labels is not None and mask.shape == labels.shape:
+            batch["labels"] = labels.masked_fill(mask == 0, self.label_pad)
         return batch
 
 

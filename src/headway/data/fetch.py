@@ -114,7 +114,8 @@ class Fetcher:
 
     def __getitem__(self, request: Request) -> Loaded:
         # The dataset's own, if it tells: an evaluation on the same one may have set another.
-        now = getattr(self.dataset, "epoch", self._epoch)
+        own = getattr(self.dataset, "epoch", None)
+        now = own if isinstance(own, int) else self._epoch
         if self._set_epoch and (self._epoch != request.epoch or now != request.epoch):
             self.dataset.set_epoch(request.epoch)
             self._epoch = request.epoch

@@ -230,7 +230,7 @@ def _find_loss(outputs: Any) -> Tensor | None:
     loss = _field(outputs, "loss")
     if loss is None and isinstance(outputs, tuple | list):
         # Wherever it stands: some models give (logits, loss).
-        return next((o for o in outputs if _is_number(o)), None)
+        loss = next((o for o in outputs if _is_number(o)), None)
     if not isinstance(loss, Tensor):
         return None
     if loss.numel() != 1:
@@ -242,7 +242,8 @@ def _find_loss(outputs: Any) -> Tensor | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+    one = isinstance(value, Tensor) and value.numel() == 1 and value.dim() < 2
+    return one and value.is_floating_point()
 
 
 def _find_logits(outputs: Any) -> Tensor | None:

@@ -28,7 +28,7 @@ class FolderLock:
         self._file: int | None = None
 
     def check(self) -> None:
-        """Refuse a folder in which somebody trains; nothing is written."""
+        """Refuse a folder in which somebody trains; no file is made for it."""
         if (self._folder / LOCK_NAME).is_file():
             self.take()
             self.release()
@@ -42,7 +42,7 @@ class FolderLock:
             return  # whoever writes there next says what is wrong with the folder
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except (BlockingIOError, PermissionError):  # which of them, the system may choose
             owner = os.pread(file, 200, 0).decode(errors="replace").strip()
             os.close(file)
             raise ConfigError(

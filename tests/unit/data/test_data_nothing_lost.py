@@ -65,6 +65,9 @@ def test_labels_that_a_collator_makes_stop_at_documents_and_masks():
     assert PadCollator()([packed])["labels"].tolist() == [[5, 6, 7, -100, 9, -100]]
     masked = {"input_ids": ids, "labels": ids, "loss_mask": np.array([0, 0, 1, 1, 0, 1])}
     assert PadCollator()([masked])["labels"].tolist() == [[-100, -100, 7, 8, -100, 0]]
+    # Labels of another length belong to an encoder and a decoder, of which the mask says nothing.
+    other = {"input_ids": ids, "labels": ids[:2], "loss_mask": np.zeros(6, dtype=int)}
+    assert PadCollator()([other])["labels"].tolist() == [[5, 6]]
 
 
 class Shuffled(IterableDataset):

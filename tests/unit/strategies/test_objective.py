@@ -261,6 +261,11 @@ class Unreduced(Tiny):
         return {"loss": torch.ones(2), "logits": self.logits(input_ids)}
 
 
+class OfOneElement(Tiny):
+    def forward(self, input_ids, labels):
+        return self.mean(input_ids, labels).reshape(1), self.logits(input_ids)
+
+
 class LogitsFirst(Tiny):
     """As nanoGPT gives them; its labels are shifted already."""
 
@@ -272,6 +277,8 @@ def test_a_models_own_loss_is_not_passed_over():
     model = Unreduced()
     with pytest.raises(ConfigError, match=r"shape \[2\]; one number is needed"):
         Objective(model).loss(model, BATCH, num_targets=TARGETS, own=TARGETS)
+    model = OfOneElement()
+    assert Objective(model).loss(model, BATCH, num_targets=TARGETS, own=TARGETS).shape == ()
     model = LogitsFirst()
     loss = Objective(model).loss(model, BATCH, num_targets=TARGETS, own=TARGETS)
     assert loss.item() == 3.0
