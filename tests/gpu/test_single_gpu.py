@@ -67,6 +67,43 @@ def test_no_sync_between_log_steps(tmp_path):
     assert number == 0, report
 
 
+class BusyUpdate(TrainerCallback):
+    """Keeps the device busy after the update, and looks at every log record whether it still is."""
+
+    def __init__(self, records=False):
+        self.records, self.was_busy, self.logs = records, [], []
+        self.done = torch.cuda.Event()
+
+    def on_optimizer_step(self, trainer):
+        torch.cuda._sleep(400_000_000)  # about a fifth of a second
+        if self.records:
+            trainer.record_metric("after the update", torch.full((), 3.0, device="cuda"))
+        self.done.record()
+
+    def on_log(self, logs):
+        self.was_busy.append(not self.done.query())
+        self.logs.append({key: logs[key] for key in ("loss", "grad_norm") if key in logs})
+
+
+def test_a_log_record_does_not_wait_for_the_update(tmp_path):
+    busy, calm = BusyUpdate(), BusyUpdate()
+    trainer_on_gpu(tmp_path / "busy", [busy], max_steps=4, logging_steps=1).train()
+    assert busy.was_busy[:3] == [True] * 3
+    calm.on_optimizer_step = lambda trainer: None
+    trainer_on_gpu(tmp_path / "calm", [calm], max_steps=4, logging_steps=1).train()
+    assert busy.logs == calm.logs and len(busy.logs[0]) == 2
+
+
+def test_a_flush_waits_for_what_callbacks_computed_after_the_update(tmp_path):
+    class Sink(BusyUpdate):
+        def on_metrics(self, step, metrics):
+            self.found = metrics["after the update"]
+
+    sink = Sink(records=True)
+    trainer_on_gpu(tmp_path, [sink], max_steps=2, logging_steps=1).train()
+    assert sink.found == 3.0 and not any(sink.was_busy[:2])
+
+
 def test_a_non_finite_step_is_withheld_on_the_device(tmp_path):
     class Poison(TrainerCallback):
         def __init__(self):

@@ -128,6 +128,7 @@ class Flusher:
     def _begin(self) -> _Flush:
         assert self._under_way is None, "at most one flush is under way"
         self._number += 1
+        computed = self._buffer.computed
         flush = self._under_way = _Flush(self._number, self._buffer.take())
         waiting: list[Tensor] = []
         for step in sorted(flush.steps):
@@ -139,7 +140,7 @@ class Flusher:
                     waiting.append(entry.value)
                 else:
                     flush.numbers.append(float(entry.value))
-        self._copy.start(waiting)
+        self._copy.start(waiting, computed)
         return flush
 
     def _complete(self, flush: _Flush) -> None:

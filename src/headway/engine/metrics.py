@@ -73,6 +73,8 @@ class MetricMergeStrategy(StrEnum):
 
 # Each rank has its share of the loss; the other figures of the loop are the same on all.
 _LOOP_TYPES = {TRAIN_LOSS: ReduceType.sum}
+# What the loop computes before the update; the rest comes after it.
+_MARKED = (TRAIN_LOSS, GRAD_NORM)
 
 
 def learning_rate_name(group: int) -> str:
@@ -105,6 +107,24 @@ class MetricBuffer:
         self._steps: Steps = {}
         self._reduce_types: dict[str, ReduceType | None] = {}
         self._told: set[str] = set()
+        self._mark: torch.cuda.Event | None = None
+        self._has_unmarked = False
+
+    def mark_computed(self, device: torch.device) -> None:
+        """Before the update: here in the device's queue, loss and norm of the step are computed."""
+        if device.type == "cuda":
+            if self._mark is None:
+                self._mark = torch.cuda.Event()
+            self._mark.record(torch.cuda.current_stream(device))
+
+    @property
+    def computed(self) -> torch.cuda.Event | None:
+        """Where in the device's queue all that waits for a flush is computed; None: at its end.
+
+        A flush that goes by it does not wait for the update. Tensors of callbacks may be of any
+        time, or live ones that the update changes.
+        """
+        return None if self._has_unmarked else self._mark
 
     def record(
         self,
@@ -129,6 +149,7 @@ class MetricBuffer:
                 f"now with {kind}; a metric keeps one for the whole run"
             )
         value = _one_number(name, value)
+        self._has_unmarked |= isinstance(value, Tensor)
         entries = self._steps.setdefault(step, {})
         if name in entries:
             self._merge(name, entries[name], value, merge or MetricMergeStrategy.warn)
@@ -140,6 +161,8 @@ class MetricBuffer:
         entries = self._steps.setdefault(step, {})
         for name, value in values.items():
             entries[name] = Entry(value, _LOOP_TYPES.get(name))
+            if name not in _MARKED and isinstance(value, Tensor):
+                self._has_unmarked = True
 
     def _merge(self, name: str, entry: Entry, value: Value, merge: MetricMergeStrategy) -> None:
         if merge is MetricMergeStrategy.warn:
@@ -182,7 +205,7 @@ class MetricBuffer:
 
     def take(self) -> Steps:
         """Hand over what waits for a flush."""
-        steps, self._steps = self._steps, {}
+        steps, self._steps, self._has_unmarked = self._steps, {}, False
         return steps
 
 

@@ -64,6 +64,7 @@ class Stepper:
         is_watched = p.bus.listens("on_pre_optimizer_step")
         grad_norm = p.strategy.clip(p.args.max_grad_norm, None if is_watched else p.optimizer)
         fire("on_pre_optimizer_step")
+        p.metrics.mark_computed(p.strategy.device)
         self._last_step.update()
         taken = p.strategy.apply(p.optimizer, loss, grad_norm)
         fire("on_optimizer_step")

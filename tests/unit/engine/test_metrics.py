@@ -210,3 +210,18 @@ def test_short_names_mean_the_namespaced_ones():
         "mine/loss": 5.0,
         "train/PPL": pytest.approx(math.exp(2)),
     }
+
+
+def test_only_the_loops_own_tensors_are_computed_before_the_update():
+    buffer, mark = MetricBuffer(), object()
+    buffer._mark = mark  # as on a device
+    own = {TRAIN_LOSS: torch.tensor(1.0), GRAD_NORM: torch.tensor(2.0), "optim/LR (group 0)": 0.1}
+    buffer.record_step(1, own)
+    buffer.record(1, "a number", 1.0)
+    assert buffer.computed is mark
+    buffer.record(1, "a tensor", torch.tensor(1.0))
+    assert buffer.computed is None
+    buffer.take()
+    assert buffer.computed is mark
+    buffer.record_step(2, own | {"optim/LR (group 0)": torch.tensor(0.1)})
+    assert buffer.computed is None
