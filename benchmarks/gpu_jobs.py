@@ -185,9 +185,9 @@ def careful_system(*, by_block: bool = False) -> System:
     return run
 
 
-def fp8_system(recipe: str, new_model: NewModel = with_decoder) -> System:
+def fp8_system(recipe: str, new_model: NewModel = with_decoder, **options: Any) -> System:
     """Headway's decoder with linear layers in eight bits."""
-    run_here = headway_system(new_model, fp8_recipe=recipe)
+    run_here = headway_system(new_model, fp8_recipe=recipe, **options)
 
     def run(plan: Plan, watch: Stopwatch, folder: str) -> Losses:
         from headway.precision import fp8
@@ -207,8 +207,10 @@ ALL_SYSTEMS: dict[str, System] = {
     "careful-blocks": careful_system(by_block=True),
     "decoder-whole": headway_system(with_decoder, **WHOLE),
     "decoder-flash": headway_system(with_decoder, sdpa_backend="flash"),
+    "decoder-flash4": headway_system(with_decoder, sdpa_backend="flash4"),
     "decoder-graphs": headway_system(with_decoder, torch_compile_mode="reduce-overhead"),
     **{f"decoder-fp8-{recipe}": fp8_system(recipe) for recipe in FP8},
+    "decoder-fp8-flash4": fp8_system("tensorwise", sdpa_backend="flash4"),
 }
 NAMES = {
     **SHARED_NAMES,
@@ -218,8 +220,10 @@ NAMES = {
     "careful-blocks": "the same, blocks compiled one by one",
     "decoder-whole": "Headway, reference decoder, compiled as a whole",
     "decoder-flash": "Headway, reference decoder, `sdpa_backend: flash`",
+    "decoder-flash4": "Headway, reference decoder, `sdpa_backend: flash4`",
     "decoder-graphs": "Headway, reference decoder, `torch_compile_mode: reduce-overhead`",
     **{f"decoder-fp8-{recipe}": f"Headway, reference decoder, FP8 {recipe}" for recipe in FP8},
+    "decoder-fp8-flash4": "Headway, reference decoder, FP8 tensorwise, `sdpa_backend: flash4`",
 }
 SAME_MODEL = (
     "bare", "transformers", "lightning", "accelerate", "headway", "headway-chunked",
@@ -233,8 +237,8 @@ def is_measured(system: str, job: str, compiled: bool) -> bool:
         return job == "B" and compiled
     if system == "bare-decoder":
         return False
-    only_compiled = system.startswith("careful") or system.endswith(("-whole", "-flash", "-graphs"))
-    return compiled or not only_compiled
+    only_compiled = ("-whole", "-flash", "-flash4", "-graphs")
+    return compiled or not (system.startswith("careful") or system.endswith(only_compiled))
 
 
 def with_converted_decoder(plan: Plan) -> dict[str, Any]:

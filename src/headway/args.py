@@ -285,7 +285,8 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     detect_anomaly: bool = False
     """Let autograd look for the operation that made a NaN; slow, for debugging."""
     sdpa_backend: str | list[str] | None = None
-    """Attention kernels allowed: `math`, `flash`, `efficient`, `cudnn`, or a list of them."""
+    """Attention kernels allowed: `math`, `flash`, `efficient`, `cudnn`, or a list of them; or
+    `flash4`, by which the decoder's plain causal attention goes (FlashAttention 4)."""
     sdpa_set_priority: bool = False
     """Take the list in `sdpa_backend` as an order of preference."""
     float32_matmul_precision: str | None = None

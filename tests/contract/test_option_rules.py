@@ -92,6 +92,7 @@ CASES = [
     ("H8", "single", {"dataloader_prefetch_factor": 4}, "needs dataloader_num_workers"),
     ("H9", "single", {"dataloader_persistent_workers": True}, "needs dataloader_num_workers"),
     ("H10", "single", {"sdpa_set_priority": True}, "sdpa_backend to be a list"),
+    ("H128", "single", {"sdpa_backend": ["flash4", "math"]}, "'flash4' is given alone"),
     ("H90", "single", {"optim": "adamw_8bits"}, "did you mean 'adamw_8bit'"),
     ("H90", "single", {"optim": "moun"}, "did you mean 'muon'"),
     ("H91", "single", {"optim": "sgd", "optim_args": {"momentm": 0.9}}, "did you mean 'momentum'"),

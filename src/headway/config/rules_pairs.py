@@ -10,7 +10,7 @@ from typing import Any
 from headway.config.duration import Duration
 from headway.config.pipe_schedules import ScheduleFacts, find_facts
 from headway.config.rules import Check, Rule, default_of
-from headway.config.rules_values import GRAPH_MODES
+from headway.config.rules_values import FLASH4, GRAPH_MODES
 from headway.errors import ConfigError
 
 _FUSE = "fuse_optim_with_backward"
@@ -336,6 +336,16 @@ def _priority_needs_list(args: Any) -> str | None:
     return f"sdpa_set_priority=True needs sdpa_backend to be a list, got {args.sdpa_backend!r}"
 
 
+def _flash4_is_alone(args: Any) -> str | None:
+    given = args.sdpa_backend
+    if not isinstance(given, list) or FLASH4 not in given:
+        return None
+    return (
+        f"sdpa_backend={given!r}: {FLASH4!r} is given alone, not in a list; attention that is not "
+        "plain and causal then goes by torch's choice"
+    )
+
+
 _PP = ("pipeline",)
 _TRAIN, _EVAL = "per_device_train_batch_size", "per_device_eval_batch_size"
 _WHOLE = "the gradient has to be whole before the update"
@@ -427,6 +437,7 @@ RULES: list[Rule] = [
          "Persistent workers need workers.", _needs_workers("dataloader_persistent_workers")),
     Rule("H10", ("sdpa_set_priority", "sdpa_backend"), "args",
          "A priority needs a list of backends.", _priority_needs_list),
+    Rule("H128", ("sdpa_backend",), "args", f"{FLASH4} is in no list.", _flash4_is_alone),
     Rule("H11", ("metric_for_best_model", "best_model_metric", "load_best_model_at_end",
                  "preserve_best_model"), "args",
          "load_best_model_at_end and preserve_best_model together go by one metric.",

@@ -23,7 +23,8 @@ QAT_RECIPES = (
     "int4-weight-only",
     "int8-dynamic-act-int4-weight",
 )
-SDPA_BACKENDS = ("cudnn", "efficient", "flash", "math")
+FLASH4 = "flash4"
+SDPA_BACKENDS = ("cudnn", "efficient", "flash", FLASH4, "math")
 CONSTRUCT_ON = ("default", "device", "meta")
 COMPONENTS = ("dataset", "model", "optimizer", "rng", "scheduler", "trainer")
 LOADABLE = ("callbacks", *COMPONENTS)

@@ -1,4 +1,4 @@
-"""Causal attention with grouped heads, over SDPA or flex attention, with every mask we support.
+"""Causal attention with grouped heads, with every mask we support.
 
 Owns: `Attention`, `AttentionPlan` (what may see what, decided once per forward), dense masks.
 Does not own: positions (rope.py), block masks (block_mask.py), the cache's storage (cache.py), the
@@ -24,6 +24,7 @@ from headway.errors import ConfigError
 from headway.models.block_mask import make_block_mask
 from headway.models.cache import KVCache
 from headway.models.config import FLEX_HEAD_SIZES, DecoderConfig
+from headway.models.kernels.flash4 import attend_flash4, takes_flash4
 from headway.models.kernels.rope import split_heads
 from headway.models.norm import RMSNorm
 from headway.models.projections import joins, project_joined
@@ -50,6 +51,8 @@ class AttentionPlan:
     """The same as a block mask (flex)."""
     groups_heads: bool = True
     """The kernel lets several query heads share a key head by itself (SDPA)."""
+    flash4: bool = False
+    """FlashAttention 4 in place of SDPA; only where `is_causal` is all there is."""
 
 
 def plan_attention(
@@ -63,10 +66,12 @@ def plan_attention(
     attention_mask: Tensor | None,
     cached: bool,
     prefers_flex: bool = False,
+    flash4: bool = False,
 ) -> AttentionPlan:
     """Decide the mask of one forward pass; the plain causal case builds none.
 
     `prefers_flex`: the blocks are compiled, so that flex attention costs no compilation of its own.
+    `flash4`: the plain causal case goes by FlashAttention 4.
     """
     if cached and document_ids is not None:
         raise ConfigError("document_ids cannot be combined with a key/value cache")
@@ -96,7 +101,8 @@ def plan_attention(
         is_causal = past_len == 0
         if seq_len == 1:
             is_causal = False
-        return AttentionPlan(is_causal=is_causal, groups_heads=groups)
+        flash4 = flash4 and is_causal and not cached and takes_flash4(device, dtype)
+        return AttentionPlan(is_causal=is_causal, groups_heads=groups, flash4=flash4)
     seen = _dense_mask(seq_len, past_len, device, window, document_ids, attention_mask)
     # SDPA would turn a boolean mask into this form anew in every layer, and save each for backward.
     mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
@@ -223,19 +229,30 @@ class Attention(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         q_BSND, k_BSND, v_BTND = self._project(x, rope)
-        q_BNSD, k_BNTD, v_BNTD = (t.transpose(1, 2) for t in (q_BSND, k_BSND, v_BTND))
-        if cache is not None:
-            k_BNTD, v_BNTD = cache.append(self.layer, k_BNTD, v_BNTD)
-            out = _attend_growing(q_BNSD, k_BNTD, v_BNTD, plan)
-        elif plan.block_mask is not None:
-            out = _attend_flex(q_BNSD, k_BNTD, v_BNTD, plan.block_mask)
+        if plan.flash4:
+            joined = attend_flash4(q_BSND, k_BSND, v_BTND).flatten(2)
         else:
-            out = _attend_sdpa(q_BNSD, k_BNTD, v_BNTD, plan)
-        joined = out.transpose(1, 2).flatten(2)
+            joined = self._attend(q_BSND, k_BSND, v_BTND, plan, cache).transpose(1, 2).flatten(2)
         if joins(joined, self.o_proj):
             return project_joined(joined, self.o_proj)
         projected: Tensor = self.o_proj(joined)
         return projected
+
+    def _attend(
+        self,
+        q_BSND: Tensor,
+        k_BSND: Tensor,
+        v_BSND: Tensor,
+        plan: AttentionPlan,
+        cache: KVCache | None,
+    ) -> Tensor:
+        q_BNSD, k_BNTD, v_BNTD = (t.transpose(1, 2) for t in (q_BSND, k_BSND, v_BSND))
+        if cache is not None:
+            k_BNTD, v_BNTD = cache.append(self.layer, k_BNTD, v_BNTD)
+            return _attend_growing(q_BNSD, k_BNTD, v_BNTD, plan)
+        if plan.block_mask is not None:
+            return _attend_flex(q_BNSD, k_BNTD, v_BNTD, plan.block_mask)
+        return _attend_sdpa(q_BNSD, k_BNTD, v_BNTD, plan)
 
     def _project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, the first two turned by their positions."""

@@ -6,6 +6,7 @@ Does not own: attention kernels (attention.py), the loss (loss.py), files (hf.py
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -31,6 +32,8 @@ from headway.models.norm import RMSNorm, compute_dtype
 from headway.models.projections import is_plain_linear, joins, project_joined
 from headway.models.recomputed import recomputed
 from headway.models.rope import RotaryTable
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINTING_KEYS = ("context_fn", "determinism_check", "preserve_rng_state", "use_reentrant")
 
@@ -141,6 +144,9 @@ class DecoderStack(nn.Module):
         self._draws = True
         self.prefers_flex = False
         """Set by whoever compiles the blocks, where flex attention goes with the rest."""
+        self.flash4 = False
+        """Set by whoever asks for it: plain causal attention goes by FlashAttention 4."""
+        self._told_of_masks = False
         self.embed_tokens: nn.Embedding = nn.utils.skip_init(
             nn.Embedding,
             config.vocab_size,
@@ -176,7 +182,10 @@ class DecoderStack(nn.Module):
             attention_mask=attention_mask,
             cached=cache is not None,
             prefers_flex=self.prefers_flex,
+            flash4=self.flash4,
         )
+        if self.flash4 and self.training and not plan.flash4:
+            self._tell_of_masks()
         rope = self.rotary_emb(seq_len, past_len, position_ids, dtype)
         recompute = self.checkpointing is not None and self.training and torch.is_grad_enabled()
         options = self._recomputation() if recompute else {}
@@ -189,6 +198,14 @@ class DecoderStack(nn.Module):
             cache.advance(seq_len)
         out: Tensor = self.norm(x)
         return out
+
+    def _tell_of_masks(self) -> None:
+        if not self._told_of_masks and not torch.compiler.is_compiling():
+            self._told_of_masks = True
+            logger.warning(
+                "sdpa_backend='flash4': attention with a mask (of documents, padding or a sliding "
+                "window), or not in half precision, goes by other kernels"
+            )
 
     def _recomputation(self) -> dict[str, Any]:
         """How blocks are recomputed: with the random state of their forward, where they draw.

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from headway.config.components import load_target
 from headway.errors import ConfigError, unknown
+from headway.models.kernels.flash4 import flash4_operation
 from headway.models.recomputed import recomputed
 from headway.strategies.blocks import search_blocks
 from headway.strategies.forwards import forward_of, leave_out_cache, stand_in
@@ -174,6 +175,7 @@ def _kept_operations() -> frozenset[Any]:
         packet = getattr(torch.ops.aten, name, None)
         if packet is not None:
             found.update(getattr(packet, overload) for overload in packet.overloads())
+    found.add(flash4_operation)
     flex = getattr(torch.ops.higher_order, "flex_attention", None)
     return frozenset(found if flex is None else found | {flex})
 

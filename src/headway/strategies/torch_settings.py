@@ -20,9 +20,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headway.args import TrainingArguments
+from headway.config.rules_values import FLASH4
 from headway.errors import ConfigError
 from headway.precision.amp import Context
-from headway.strategies.compile_cache import compile_cache
+from headway.strategies.compile_cache import choose_folder, compile_cache
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def _matmul_precision() -> str:
 
 @contextmanager
 def _attention(args: TrainingArguments) -> Iterator[None]:
-    if args.sdpa_backend is None:
+    if args.sdpa_backend in (None, FLASH4):  # the latter is no kernel of torch's
         yield
         return
     with _kernels(_names(args), args.sdpa_set_priority):
@@ -120,6 +121,9 @@ def check_attention(
         return
     dtype = _compute_dtype(args, model)
     width = _head_width(getattr(model, "config", None))
+    if args.sdpa_backend == FLASH4:
+        _check_flash4(args, model, device, dtype, width)
+        return
 
     def attend() -> Any:
         q = torch.zeros(1, 2, 16, width, device=device, dtype=dtype, requires_grad=True)
@@ -135,6 +139,39 @@ def check_attention(
         f"{str(seen).removeprefix('torch.')} with heads of width {width}; what can: "
         f"{', '.join(able) or 'none of them'}"
     )
+
+
+def _check_flash4(
+    args: TrainingArguments, model: nn.Module, device: torch.device, dtype: torch.dtype, width: int
+) -> None:
+    from headway.models.decoder import DecoderStack
+    from headway.models.kernels import flash4
+
+    option = f"sdpa_backend={FLASH4!r}"
+    if not any(isinstance(part, DecoderStack) for part in model.modules()):
+        raise ConfigError(
+            f"{option} is for Headway's decoder, not for {type(model).__name__}; transformers' "
+            "models have attn_implementation for such kernels"
+        )
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
+    if major not in flash4.CAPABILITIES:
+        raise ConfigError(
+            f"{option} cannot run on {device}: it needs an NVIDIA GPU of compute capability "
+            f"{' or '.join(f'{known}.x' for known in flash4.CAPABILITIES)} (Hopper, Blackwell)"
+        )
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.mixed_precision or "", dtype)
+    if mixed not in flash4.DTYPES:
+        raise ConfigError(
+            f"{option} needs half precision, and this run computes in "
+            f"{str(mixed).removeprefix('torch.')}; set mixed_precision: bf16"
+        )
+    if width % 8 or width > flash4.MAX_HEAD_SIZE:
+        raise ConfigError(
+            f"{option} cannot run with heads of width {width}; allowed: multiples of 8 up to "
+            f"{flash4.MAX_HEAD_SIZE}"
+        )
+    folder = choose_folder(args.torch_compile_cache, os.environ) / FLASH4
+    flash4.load_flash4(option, folder)
 
 
 def _runs(names: list[str], attend: Callable[[], Any]) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from headway.args import TrainingArguments
+from headway.config.rules_values import FLASH4
 from headway.errors import ConfigError, check_all
 from headway.models.decoder import DecoderStack
 from headway.models.fused_loss import FusedLoss, FusedLossFactory, find_factory
@@ -139,6 +140,7 @@ def _prepare(
     for part in module.modules():
         if isinstance(part, DecoderStack):
             part.prefers_flex = takes_flex(args)
+            part.flash4 = args.sdpa_backend == FLASH4
 
 
 def takes_flex(args: TrainingArguments) -> bool:
@@ -153,7 +155,7 @@ def takes_flex(args: TrainingArguments) -> bool:
         and compiling.backend == "inductor"
         and compiling.mode is None
         and (compiling.scope == BLOCKS or args.strategy_name == "pipeline")
-        and args.sdpa_backend is None
+        and args.sdpa_backend in (None, FLASH4)
         and not args.enable_activation_offloading
         and args.activation_memory_budget is None
     )

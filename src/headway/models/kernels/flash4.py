@@ -1,0 +1,125 @@
+"""FlashAttention 4: plain causal attention by the kernels of the package flash-attn-4.
+
+Owns: `attend_flash4` with its gradient, and the package. Does not own: who asks for it
+(`sdpa_backend`), which attention is plain and causal (models/attention.py).
+
+The package makes its kernels with a compiler of its own when they are first called, in some
+seconds; they are kept in a folder if it is told one before it is imported.
+
+Shapes: B batch, S sequence, N query heads, K key heads, D head width.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.errors import ConfigError, missing_extra
+from headway.models.kernels import define_operation
+
+CAPABILITIES = (9, 10)
+"""Major versions of GPUs that its kernels, with their gradients, are made for."""
+MAX_HEAD_SIZE = 128
+DTYPES = (torch.bfloat16, torch.float16)
+
+_MODULE = "flash_attn.cute.interface"
+_SETTINGS = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+_loaded: ModuleType | None = None
+
+
+def load_flash4(purpose: str, folder: Path | None = None) -> ModuleType:
+    """The package's module; kernels are kept in `folder`, unless the environment names another."""
+    global _loaded
+    if _loaded is not None:
+        return _loaded
+    enabled, place = _SETTINGS
+    before = {name: os.environ.get(name) for name in _SETTINGS}
+    if folder is not None and before[enabled] is None:
+        os.environ[enabled] = "1"
+        os.environ.setdefault(place, str(folder))
+    try:
+        _loaded = importlib.import_module(_MODULE)
+    except ImportError as error:
+        if error.name in (_MODULE, _MODULE.rpartition(".")[0], "flash_attn"):
+            raise missing_extra("flash-attn-4", "flash4", purpose) from None
+        what = f"{purpose} needs the package 'flash-attn-4', which cannot be imported"
+        raise ConfigError(f"{what}: {error}") from error
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+    return _loaded
+
+
+def takes_flash4(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether values like these can be given to its kernels."""
+    return device.type == "cuda" and dtype in DTYPES
+
+
+def _fake_forward(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor) -> tuple[Tensor, Tensor]:
+    batch, seq_len, num_heads, _ = q_BSND.shape
+    sums = q_BSND.new_empty((batch, num_heads, seq_len), dtype=torch.float32)
+    return q_BSND.new_empty(q_BSND.shape), sums
+
+
+@define_operation("flash4(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)", _fake_forward)
+def flash4_operation(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor) -> tuple[Tensor, Tensor]:
+    """What is seen, and the logarithms of the sums that scores were divided by."""
+    package = load_flash4("attention by FlashAttention 4")
+    parts = (part.contiguous() for part in (q_BSND, k_BSKD, v_BSKD))
+    with torch.cuda.device_of(q_BSND):
+        found = package._flash_attn_fwd(*parts, causal=True, return_lse=True)
+    out, sums = (part.contiguous() for part in found[:2])
+    return out, sums
+
+
+def _fake_backward(
+    grad: Tensor, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, out: Tensor, sums: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (x.new_empty(x.shape) for x in (q_BSND, k_BSKD, v_BSKD))
+    return q, k, v
+
+
+@define_operation(
+    "flash4_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums)"
+    " -> (Tensor, Tensor, Tensor)",
+    _fake_backward,
+)
+def _backward(
+    grad: Tensor, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, out: Tensor, sums: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    package = load_flash4("attention by FlashAttention 4")
+    parts = (part.contiguous() for part in (q_BSND, k_BSKD, v_BSKD, out, grad, sums))
+    with torch.cuda.device_of(q_BSND):
+        found = package._flash_attn_bwd(
+            *parts,
+            causal=True,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+    dq, dk, dv = (part.contiguous() for part in found[:3])
+    return dq, dk, dv
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor) -> Tensor:
+        out, sums = flash4_operation(q_BSND, k_BSKD, v_BSKD)
+        ctx.save_for_backward(q_BSND, k_BSKD, v_BSKD, out, sums)
+        seen: Tensor = out
+        return seen
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _backward(grads[0], *ctx.saved_tensors)
+
+
+def attend_flash4(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor) -> Tensor:
+    """Causal attention, [B, S, N, D]; several query heads may share a key head."""
+    seen: Tensor = _Attend.apply(q_BSND, k_BSKD, v_BSKD)
+    return seen

@@ -1,0 +1,105 @@
+"""FlashAttention 4 computes what SDPA does (`pip install 'headway[flash4]'`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headway import Trainer, TrainingArguments
+from headway.models import Decoder, DecoderConfig
+from headway.models.kernels import flash4
+from headway.testing import tiny_dataset
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = DecoderConfig(
+    vocab_size=512, hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=128
+)
+
+
+@pytest.fixture(autouse=True)
+def package():
+    pytest.importorskip("flash_attn.cute.interface")
+    if torch.cuda.get_device_capability()[0] not in flash4.CAPABILITIES:
+        pytest.skip("FlashAttention 4 has no kernels for this GPU")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("length", "heads", "kv_heads", "width"), [
+    (1024, 12, 12, 64), (4096, 8, 2, 64), (1000, 4, 1, 128), (77, 4, 4, 32), (1, 2, 2, 64),
+])  # fmt: skip
+def test_the_operation_equals_sdpa(dtype, length, heads, kv_heads, width):
+    torch.manual_seed(0)
+    shapes = [(2, length, number, width) for number in (heads, kv_heads, kv_heads)]
+    parts = [torch.randn(s, device="cuda", dtype=dtype, requires_grad=True) for s in shapes]
+    wide = [part.detach().float().requires_grad_() for part in parts]
+    found = flash4.attend_flash4(*parts)
+    turned = [part.transpose(1, 2) for part in wide]
+    wanted = F.scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True)
+    grad = torch.randn_like(found)
+    pairs = [(found, wanted.transpose(1, 2))]
+    pairs += zip(
+        torch.autograd.grad(found, parts, grad),
+        torch.autograd.grad(wanted, wide, grad.float().transpose(1, 2)),
+    )
+    for one, other in pairs:
+        assert one.shape == other.shape and one.dtype == dtype
+        # Rounded in between: to the largest value, since many are sums of values near it.
+        assert (one.float() - other).abs().max() < 0.02 * other.abs().max()
+
+
+def change(folder, **options):
+    """What a few steps of plain descent add to each weight."""
+
+    def new_model():
+        torch.manual_seed(0)
+        return Decoder(CONFIG)
+
+    trainer = Trainer(
+        args=TrainingArguments(
+            output_dir=str(folder), max_steps=3, per_device_train_batch_size=8, optim="sgd",
+            learning_rate=0.1, lr_scheduler_type="constant", logging_steps=1, save_strategy="no",
+            mixed_precision="bf16", seed=0, **options,
+        ),
+        model_init=new_model,
+        train_dataset=tiny_dataset(64, sequence_length=128),
+        default_callbacks=False,
+    )  # fmt: skip
+    first = {name: p.detach().clone() for name, p in new_model().named_parameters()}
+    trainer.train()
+    last = dict(trainer.model.named_parameters())
+    return {name: last[name].detach().cpu() - value for name, value in first.items()}, trainer
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    {"torch_compile": True, "torch_compile_dynamic": False},
+    {"torch_compile": True, "torch_compile_dynamic": True},
+    {"torch_compile": True, "torch_compile_scope": "model"},
+    {"gradient_checkpointing": True},
+    {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"},
+    {"torch_compile": True, "gradient_checkpointing": True,
+     "gradient_checkpointing_policy": "selective"},
+    {"enable_activation_offloading": True},
+], ids=lambda options: "-".join(map(str, options.values())) or "eager")  # fmt: skip
+def test_runs_train_alike(tmp_path, options):
+    wanted, _ = change(tmp_path / "sdpa", **options)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found, trainer = change(tmp_path / "flash4", sdpa_backend="flash4", **options)
+    names = {event.key for event in profile.key_averages()}
+    assert any("flash4" in name for name in names)
+    assert not any("scaled_dot_product" in name for name in names)
+    for name, step in wanted.items():
+        assert (found[name] - step).norm() < 0.03 * step.norm(), name
+    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] > 0
+
+
+def test_generation_after_such_a_run(tmp_path):
+    _, trainer = change(tmp_path, sdpa_backend="flash4")
+    ids = torch.arange(8, device="cuda")[None]
+    plain = Decoder(CONFIG).cuda()
+    plain.load_state_dict(trainer.model.state_dict())
+    with torch.autocast("cuda", torch.bfloat16):
+        found = trainer.model.eval().generate(ids, max_new_tokens=8)
+        assert torch.equal(found, plain.eval().generate(ids, max_new_tokens=8))

@@ -1,0 +1,196 @@
+"""`sdpa_backend: flash4` around its kernels, for which a formula stands in here."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from headway import TrainingArguments
+from headway.errors import ConfigError
+from headway.models import Decoder, DecoderConfig, attention
+from headway.models.kernels import flash4
+from headway.strategies import recompute
+from headway.strategies.torch_settings import check_attention
+from headway.testing import tiny_decoder
+
+GPU = torch.device("cuda:0")
+
+
+def scores_of(q, k):
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    scores = torch.einsum("bsnd,btnd->bnst", q, k) / q.shape[3] ** 0.5
+    return scores.masked_fill(~torch.ones(scores.shape[-2:]).tril().bool(), float("-inf"))
+
+
+def forward(q, k, v):
+    v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
+    scores = scores_of(q, k)
+    return torch.einsum("bnst,btnd->bsnd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def backward(grad, q, k, v, out, sums):
+    """From the saved outputs alone, as the kernels do."""
+    with torch.enable_grad():
+        parts = [part.detach().requires_grad_() for part in (q, k, v)]
+        chances = (scores_of(*parts[:2]) - sums[..., None]).exp()
+        wide = parts[2].repeat_interleave(q.shape[2] // k.shape[2], 2)
+        (dv,) = torch.autograd.grad(
+            torch.einsum("bnst,btnd->bsnd", chances, wide), parts[2], grad, retain_graph=True
+        )
+        each = torch.einsum("bsnd,btnd->bnst", grad, wide.detach())
+        along = (grad * out).sum(-1).transpose(1, 2)[..., None]
+        into = chances.detach() * (each - along)
+        hidden = scores_of(*parts[:2])
+        dq, dk = torch.autograd.grad(hidden, parts[:2], into)
+    return dq, dk, dv
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Lets the operation run on the CPU; the list has the name of every call."""
+    names, library = [], torch.library.Library("headway", "IMPL")
+
+    def counting(name, function):
+        def call(*given):
+            names.append(name)
+            return tuple(part.contiguous() for part in function(*given))
+
+        return call
+
+    library.impl("flash4", counting("forward", forward), "CPU")
+    library.impl("flash4_backward", counting("backward", backward), "CPU")
+    monkeypatch.setattr(attention, "takes_flash4", lambda device, dtype: True)
+    yield names
+    library._destroy()
+
+
+def small_decoder(**options):
+    torch.manual_seed(0)
+    config = DecoderConfig(
+        vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, **options
+    )
+    return Decoder(config)
+
+
+def grads_of(model, ids, **inputs):
+    model.zero_grad()
+    loss = model(ids, ids, **inputs).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_the_operation_has_the_gradients_of_attention(calls):
+    torch.manual_seed(0)
+    q = torch.randn(2, 9, 4, 8, requires_grad=True)
+    k, v = (torch.randn(2, 9, 2, 8, requires_grad=True) for _ in range(2))
+    wanted = F.scaled_dot_product_attention(
+        *(part.transpose(1, 2) for part in (q, k, v)), is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
+    found = flash4.attend_flash4(q, k, v)
+    torch.testing.assert_close(found, wanted)
+    grad = torch.randn_like(wanted)
+    for one, other in zip(
+        torch.autograd.grad(found, (q, k, v), grad), torch.autograd.grad(wanted, (q, k, v), grad)
+    ):
+        torch.testing.assert_close(one, other)
+    assert calls == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_decoder_trains_alike(calls, compiled):
+    model, ids = small_decoder(), torch.randint(64, (2, 12))
+    wanted_loss, wanted = grads_of(model, ids)
+    assert not calls
+    model.model.flash4 = True
+    if compiled:
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+    loss, grads = grads_of(model, ids)
+    assert sorted(calls) == ["backward"] * 2 + ["forward"] * 2
+    torch.testing.assert_close(loss, wanted_loss)
+    torch.testing.assert_close(grads, wanted)
+
+
+def test_what_has_a_mask_goes_by_other_kernels_and_is_told_once(calls, caplog):
+    model, ids = small_decoder(), torch.randint(64, (2, 12))
+    model.model.flash4 = True
+    documents = torch.arange(12).expand(2, -1) // 5
+    for _ in range(2):
+        grads_of(model, ids, document_ids=documents)
+    assert not calls
+    assert caplog.text.count("sdpa_backend='flash4': attention with a mask") == 1
+    model.eval()
+    with torch.no_grad():
+        model.generate(ids[:, :4], max_new_tokens=3)
+    assert not calls
+
+
+def test_selective_recomputation_keeps_attention(calls):
+    model, ids = small_decoder(), torch.randint(64, (2, 12))
+    model.model.flash4 = True
+    wanted = grads_of(model, ids)
+    calls.clear()
+    recompute.enable(model, "selective")
+    torch.testing.assert_close(grads_of(model, ids), wanted)
+    assert sorted(calls) == ["backward"] * 2 + ["forward"] * 2
+
+
+# Refusals
+
+
+def check(tmp_path, monkeypatch, model=None, device=GPU, capability=(9, 0), **options):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda given: capability)
+    monkeypatch.setattr(flash4, "_loaded", None)
+    options = {"mixed_precision": "bf16", **options}
+    args = TrainingArguments(output_dir=str(tmp_path), sdpa_backend="flash4", **options)
+    check_attention(args, model or tiny_decoder(), device, lambda: None)
+
+
+class Other(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({"model": Other()}, "for Headway's decoder, not for Other.*attn_implementation"),
+    ({"device": torch.device("cpu")}, "cannot run on cpu: .*capability 9.x or 10.x"),
+    ({"capability": (8, 0)}, "cannot run on cuda:0: "),
+    ({"mixed_precision": None}, "needs half precision.*computes in float32.*mixed_precision: bf16"),
+    ({"model": tiny_decoder(hidden_size=48, num_heads=4)}, "heads of width 12; allowed: multi"),
+    ({}, r"needs the package 'flash-attn-4'.*pip install 'headway\[flash4\]'"),
+])  # fmt: skip
+def test_it_is_refused_where_it_cannot_run(tmp_path, monkeypatch, given, told):
+    # Of this name there is also a package of older kernels, without these.
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=told):
+        check(tmp_path, monkeypatch, **given)
+
+
+def test_the_package_keeps_its_kernels_beside_compiled_code(tmp_path, monkeypatch):
+    package = tmp_path / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "interface.py").write_text("import os\nSEEN = dict(os.environ)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    before = dict(os.environ)
+    check(tmp_path, monkeypatch, torch_compile=True, torch_compile_cache=str(tmp_path / "kept"))
+    seen = flash4._loaded.SEEN
+    assert seen["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+    assert seen["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(tmp_path / "kept" / "flash4")
+    assert dict(os.environ) == before
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(flash4, "_loaded", None)
+    (package / "interface.py").write_text("import cutlass_is_not_here\n")
+    with pytest.raises(ConfigError, match="cannot be imported: No module named 'cutlass_is_not"):
+        check(tmp_path, monkeypatch)
