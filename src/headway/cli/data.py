@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _prepare(options: argparse.Namespace) -> int:
     from headway.cli.messages import print_json, print_table, spell_bytes
-    from headway.data.text import prepare_tokens
+    from headway.data.text import list_some, prepare_tokens
 
     counted = prepare_tokens(
         options.inputs,
@@ -60,6 +60,10 @@ def _prepare(options: argparse.Namespace) -> int:
     ]
     if counted["skipped_files"]:
         rows.append(("left out", f"{len(counted['skipped_files'])} files that are not text"))
+    damaged = counted["damaged_files"]
+    if damaged:
+        told = f"in {len(damaged)} files, what is not UTF-8: {list_some(damaged)}"
+        rows.append(("replaced", told))
     print_table(rows)
     return 0
 

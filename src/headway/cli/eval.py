@@ -9,6 +9,7 @@ Tasks are those of `DownstreamEvaluatorCallbackConfig`.
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from headway.data.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_LENGTH = 1024
 
@@ -186,7 +189,8 @@ def open_data(
     """A dataset over the files, and how many bytes how many of its tokens stand for."""
     from headway.callbacks.evaluate.byte_counts import count_bytes, is_of_another
     from headway.data.datasets import TextDataset, TokenDataset
-    from headway.data.text import DocumentReader
+    from headway.data.text import DAMAGED, DocumentReader, list_some
+    from headway.data.tokenizer import ByteTokenizer
     from headway.errors import ConfigError
 
     kinds = {path.endswith(".hwt") for path in paths}
@@ -202,7 +206,9 @@ def open_data(
             num_bytes, num_counted = num_bytes + counted[0], num_counted + counted[1]
         return dataset, num_bytes, num_counted
     assert tokenizer is not None, "text is read with a tokenizer"
-    reader = DocumentReader(paths)
+    reader = DocumentReader(paths, as_text=not isinstance(tokenizer, ByteTokenizer))
     documents = list(reader)
+    if reader.damaged_files:
+        logger.warning(DAMAGED, len(reader.damaged_files), list_some(reader.damaged_files))
     text_data = TextDataset(documents, tokenizer, length)  # type: ignore[arg-type]
     return text_data, reader.num_bytes, text_data.num_tokens

@@ -19,8 +19,15 @@ import numpy.typing as npt
 
 from headway.data.order import sample_rng
 from headway.data.packing import PackIndex, build_packs, check_packing, load_packs
-from headway.data.text import DocumentReader, encode_documents, read_jsonl
-from headway.data.tokenizer import load_tokenizer
+from headway.data.text import (
+    DAMAGED,
+    DocumentReader,
+    encode_documents,
+    list_some,
+    read_jsonl,
+    repair_text,
+)
+from headway.data.tokenizer import ByteTokenizer, load_tokenizer
 from headway.data.tokens import TokenFile
 from headway.errors import ConfigError
 
@@ -305,17 +312,15 @@ class TextDataset(_PackedDataset):
             raise ConfigError("texts must be strings; give paths as files=")
         if files is not None:
             paths = [files] if isinstance(files, (str, os.PathLike)) else list(files)
-            reader = DocumentReader(paths, include=include)
+            as_text = not isinstance(self.tokenizer, ByteTokenizer)
+            reader = DocumentReader(paths, include=include, as_text=as_text)
             documents.extend(reader)
-            if reader.skipped_files:
-                shown = ", ".join(reader.skipped_files[:5])
-                more = ", ..." * (len(reader.skipped_files) > 5)
-                logger.warning(
-                    "%d files are not read, as they are no text: %s%s",
-                    len(reader.skipped_files),
-                    shown,
-                    more,
-                )
+            for told, met in (
+                ("%d files are not read, as they are no text: %s", reader.skipped_files),
+                (DAMAGED, reader.damaged_files),
+            ):
+                if met:
+                    logger.warning(told, len(met), list_some(met))
         with_eos = eos and self.tokenizer.eos_token_id is not None
         encoded = encode_documents(self.tokenizer, documents, with_eos)
         parts = [np.asarray(ids, dtype=np.uint32) for ids in encoded if len(ids)]
@@ -371,6 +376,7 @@ class PromptDataset:
         if not named:
             raise ConfigError("records: the dataset is empty, there is no prompt in it")
         texts: list[list[str]] = [[], []]
+        damaged: list[str] = []
         for where, record in named:
             for column, key in zip(texts, (prompt_key, completion_key)):
                 value = record.get(key)
@@ -378,7 +384,15 @@ class PromptDataset:
                     raise ConfigError(
                         f"{where}: no text under {key!r}; it has: {', '.join(map(str, record))}"
                     )
-                column.append(value)
+                column.append(repair_text(value))
+                if column[-1] is not value:
+                    damaged.append(where)
+        if damaged:
+            logger.warning(
+                "%d prompts or completions hold halves of characters, which were replaced: %s",
+                len(damaged),
+                list_some(damaged),
+            )
         prompts = self.tokenizer.encode_batch(texts[0])
         with_eos = eos and self.tokenizer.eos_token_id is not None
         completions = self.tokenizer.encode_batch(texts[1], add_eos=with_eos)

@@ -27,6 +27,7 @@ from headway.errors import ConfigError, unknown
 
 FORMATS = ("text", "lines", "jsonl")
 _JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+DAMAGED = "%d files are not text in UTF-8 throughout, what is not was replaced: %s"
 _DOCUMENTS_PER_CHUNK = 256
 _BINARY_PROBE_BYTES = 8192
 
@@ -37,15 +38,23 @@ PathLike = str | os.PathLike[str]
 
 @dataclass
 class DocumentReader:
-    """Yields the documents of files and folders, in a fixed order, and counts what it met."""
+    """Yields the documents of files and folders, in a fixed order, and counts what it met.
+
+    What is no text in UTF-8 is replaced where `as_text` asks for texts; else bytes stay as they
+    are.
+    """
 
     inputs: Sequence[PathLike]
     format: str | None = None
     text_key: str = "text"
     include: str | Sequence[str] | None = None
+    as_text: bool = False
     num_files: int = 0
     num_bytes: int = 0
     skipped_files: list[str] = field(default_factory=list)
+    """In folders: those that look binary."""
+    damaged_files: list[str] = field(default_factory=list)
+    """Those in which something was replaced."""
 
     def __post_init__(self) -> None:
         if self.format is not None and self.format not in FORMATS:
@@ -74,7 +83,20 @@ class DocumentReader:
             with _open(path) as file:
                 raw = file.read()
             self.num_bytes += len(raw)
-            yield raw
+            yield self._decoded(raw, path)
+
+    def _decoded(self, raw: bytes, path: Path) -> Document:
+        if not self.as_text:
+            return raw
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            self._note_damage(path)
+            return raw.decode(errors="replace")
+
+    def _note_damage(self, path: Path) -> None:
+        if str(path) not in self.damaged_files[-1:]:  # files are read one after the other
+            self.damaged_files.append(str(path))
 
     def _files(self) -> Iterator[Path]:
         found = False
@@ -99,20 +121,22 @@ class DocumentReader:
             ):
                 return False
         # A folder may hold anything; a file named by the user is taken at their word.
-        if file.suffix != ".gz":
-            with open(file, "rb") as probe:
-                if b"\0" in probe.read(_BINARY_PROBE_BYTES):
-                    self.skipped_files.append(str(file))
-                    return False
-        return True
+        try:
+            with _open(file) as probe:
+                looks_binary = b"\0" in probe.read(_BINARY_PROBE_BYTES)
+        except (OSError, EOFError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from error
+        if looks_binary:
+            self.skipped_files.append(str(file))
+        return not looks_binary
 
-    def _read_lines(self, path: Path) -> Iterator[bytes]:
+    def _read_lines(self, path: Path) -> Iterator[Document]:
         with _open(path) as file:
             for line in file:
                 self.num_bytes += len(line)
                 stripped = line.rstrip(b"\r\n")
                 if stripped:
-                    yield stripped
+                    yield self._decoded(stripped, path)
 
     def _read_jsonl(self, path: Path) -> Iterator[str]:
         for number, record in read_jsonl(path):
@@ -123,8 +147,28 @@ class DocumentReader:
                     + ("missing" if text is None else f"{type(text).__name__}, not a string")
                     + f"; this record has: {', '.join(sorted(record)) or 'no keys'}"
                 )
-            self.num_bytes += len(text.encode("utf-8", "surrogatepass"))
-            yield text
+            whole = repair_text(text)
+            if whole is not text:
+                self._note_damage(path)
+            self.num_bytes += len(whole.encode())
+            yield whole
+
+
+def repair_text(text: str) -> str:
+    """The text itself, or where JSON's escapes left halves of characters, one with these replaced.
+
+    No tokenizer takes them.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def list_some(files: Sequence[str], most: int = 5) -> str:
+    """The first of many names."""
+    return ", ".join(files[:most]) + ", ..." * (len(files) > most)
 
 
 def read_jsonl(path: PathLike) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -167,7 +211,13 @@ def prepare_tokens(
     if eos and coder.eos_token_id is None:
         raise ConfigError(f"eos: tokenizer {coder.name!r} has no end-of-text token; use eos=False")
     paths = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
-    reader = DocumentReader(paths, format=format, text_key=text_key, include=include)
+    reader = DocumentReader(
+        paths,
+        format=format,
+        text_key=text_key,
+        include=include,
+        as_text=not isinstance(coder, ByteTokenizer),
+    )
     with TokenFileWriter(output, tokenizer=coder) as writer:
         for encoded in _encode_all(coder, reader, eos, num_workers):
             writer.add_documents(encoded)
@@ -181,6 +231,7 @@ def prepare_tokens(
         "dtype": writer.dtype,
         "tokenizer": coder.name,
         "skipped_files": reader.skipped_files,
+        "damaged_files": reader.damaged_files,
         "elapsed_s": time.monotonic() - began,
     }
 

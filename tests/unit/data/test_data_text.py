@@ -1,9 +1,13 @@
 import gzip
 import json
+import tarfile
+from pathlib import Path
 
 import pytest
 
+from headway.data import PromptDataset, TextDataset
 from headway.data.text import inspect_tokens, prepare_tokens
+from headway.data.tokenizer import load_tokenizer
 from headway.data.tokens import TokenFile
 from headway.errors import ConfigError
 
@@ -34,6 +38,41 @@ def test_folder_in_sorted_order_without_binaries(corpus, tmp_path):
     assert [s.rpartition("/")[2] for s in stats["skipped_files"]] == ["image.bin"]
     prepare_tokens(corpus, out, include="*.txt", eos=False)
     assert documents(out) == [b"bee", b"one\n\ntwo\n"]
+
+
+def test_an_archive_in_a_folder_is_no_text(corpus, tmp_path):
+    with tarfile.open(corpus / "more.tar.gz", "w:gz") as archive:
+        archive.add(corpus / "b.txt", "b.txt")
+    with gzip.open(corpus / "sub" / "d.txt.gz", "wb") as file:
+        file.write(b"zip")
+    stats = prepare_tokens(corpus, tmp_path / "o.hwt", include=["*.txt", "*.gz"])
+    assert documents(tmp_path / "o.hwt") == [b"bee", b"one\n\ntwo\n", b"zip"]
+    assert [Path(s).name for s in stats["skipped_files"]] == ["more.tar.gz"]
+    (corpus / "half.txt.gz").write_bytes(gzip.compress(b"x" * 1000)[:-12])
+    with pytest.raises(ConfigError, match=r"half\.txt\.gz cannot be read"):
+        prepare_tokens(corpus, tmp_path / "o.hwt")
+
+
+def test_what_is_not_utf8_is_replaced_and_told(corpus, tmp_path, caplog):
+    record = '{"text": "a\\ud83d\\ude00b\\ud83dc"}\n{"text": "d"}\n'  # a pair, then a half
+    (corpus / "sub" / "e.jsonl").write_text(record)
+    tokenizers = pytest.importorskip("tokenizers")
+    core = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")
+    )
+    coder = load_tokenizer(core)
+    stats = prepare_tokens(corpus, tmp_path / "o.hwt", tokenizer=coder, eos=False)
+    damaged = ["a.py", "e.jsonl"]
+    assert [Path(s).name for s in stats["damaged_files"]] == damaged
+    TextDataset(tokenizer=coder, files=corpus, sequence_length=4)
+    assert "2 files are not text in UTF-8 throughout" in caplog.text and "a.py" in caplog.text
+    # The byte tokenizer takes bytes as they are; JSON has none for half of a character.
+    stats = prepare_tokens(corpus, tmp_path / "o.hwt")
+    assert [Path(s).name for s in stats["damaged_files"]] == damaged[1:]
+    assert documents(tmp_path / "o.hwt")[-2:] == ["a\U0001f600b\ufffdc".encode(), b"d"]
+    pairs = [{"prompt": "a", "completion": "b\ud83d"}]
+    assert PromptDataset(pairs)[0]["input_ids"].tolist()[:5] == list("ab\ufffd".encode())
+    assert "1 prompts or completions hold halves of characters" in caplog.text
 
 
 def test_lines_and_jsonl(corpus, tmp_path):
