@@ -235,6 +235,8 @@ def _load_component(
         component.stateful.load_state_dict(state)
     except CheckpointError:
         raise
+    except ConfigError as error:  # the checkpoint is whole, and the run is another one
+        raise ConfigError(f"{directory / wanted}: {error}") from error
     except Exception as error:
         raise CheckpointError(
             f"component {component.key!r} could not take its state from "

@@ -414,7 +414,8 @@ class WindowLoader:
             if state["position"] > self.num_samples:
                 raise ConfigError(
                     f"the stored data position {state['position']} is beyond the dataset, which "
-                    f"has {self.num_samples} samples (it had {stored_samples})"
+                    f"has {self.num_samples} samples (it had {stored_samples}); to begin it anew, "
+                    "leave 'dataset' out of load_components"
                 )
             logger.warning(
                 "the dataset has %d samples, it had %d when the position was stored: the order of "

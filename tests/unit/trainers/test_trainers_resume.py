@@ -384,6 +384,15 @@ def test_another_model_is_an_error_that_names_the_tensors(tmp_path):
         train(tmp_path, 4, model=lambda: tiny_decoder(hidden_size=64))
 
 
+def test_less_data_than_was_read_is_told_with_what_to_do(tmp_path):
+    train(tmp_path, 4)
+    less = tiny_dataset(4, sequence_length=8)
+    with pytest.raises(ConfigError, match=r"dataset\.json: .*beyond the dataset.*load_components"):
+        train(tmp_path, 6, data=less)
+    kept = ["model", "optimizer", "scheduler", "trainer", "rng"]
+    assert train(tmp_path, 6, data=less, load_components=kept).state.global_step == 6
+
+
 @pytest.mark.parametrize("part", ["data", "tokenizer"])
 def test_other_data_or_another_tokenizer_is_a_warning(tmp_path, caplog, part):
     class Other(ByteTokenizer):
