@@ -253,6 +253,7 @@ def with_converted_decoder(plan: Plan) -> dict[str, Any]:
 
 CURVE_SYSTEMS: dict[str, System] = {
     "curve-decoder": headway_system(with_converted_decoder),
+    "curve-decoder-flash4": headway_system(with_converted_decoder, sdpa_backend="flash4"),
     "curve-decoder-fp8": fp8_system("tensorwise", with_converted_decoder),
 }
 

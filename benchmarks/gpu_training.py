@@ -42,6 +42,7 @@ CURVES = {
     "bare loop, compiled": ("bare", True),
     "Headway, same model": ("headway", False),
     "Headway, reference decoder": ("curve-decoder", True),
+    "Headway, reference decoder, `flash4`": ("curve-decoder-flash4", True),
     "Headway, reference decoder, FP8": ("curve-decoder-fp8", True),
 }
 BARE_CURVES = ("bare loop", "bare loop, once more")
@@ -125,6 +126,8 @@ def curve_tasks(options: argparse.Namespace) -> Iterator[Row]:
     from gpu_jobs import CURVE, TINY_CURVE
 
     for name, (system, compiled) in CURVES.items():
+        if options.tiny and system.endswith("flash4"):  # has no kernels for a CPU
+            continue
         plan = {
             "system": system,
             "job": TINY_CURVE if options.tiny else CURVE,
@@ -301,6 +304,8 @@ def job_lines(table: Table, job: str) -> list[str]:
 
 
 def goal_lines(table: Table) -> list[str]:
+    from gpu_jobs import NAMES
+
     lines = ["| goal | wanted | measured | |", "|---|---|---|---|"]
 
     def judge(name: str, most: float, found: float | None, form: str) -> None:
@@ -325,10 +330,9 @@ def goal_lines(table: Table) -> list[str]:
                 ratio = table.ratio(system, other, job, True)
                 name = f"2: decoder{how}, job {job}, share of {WHOSE[other]} time"
                 judge(name, share, ratio, ".3f")
-    eight = [
-        table.step_ms(row["system"], "B", True) for row in table.rows if "fp8" in row["system"]
-    ]
-    judge("2: FP8, job B, ms", 190.0, min((ms for ms in eight if ms), default=None), ".1f")
+    for system in dict.fromkeys(row["system"] for row in table.rows if "fp8" in row["system"]):
+        name = f"2: {NAMES[system].rpartition('decoder, ')[2]}, job B, ms"
+        judge(name, 190.0, table.step_ms(system, "B", True), ".1f")
     for caches, most in (("empty", 25.0), ("kept", 10.0)):
         start = table.first_s("decoder", "B", True, caches)
         judge(f"3: decoder, job B, first step, caches {caches}, s", most, start, ".1f")

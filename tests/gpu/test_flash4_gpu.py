@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,12 +51,12 @@ def test_the_operation_equals_sdpa(dtype, length, heads, kv_heads, width):
         assert (one.float() - other).abs().max() < 0.02 * other.abs().max()
 
 
-def change(folder, **options):
+def change(folder, config=CONFIG, **options):
     """What a few steps of plain descent add to each weight."""
 
     def new_model():
         torch.manual_seed(0)
-        return Decoder(CONFIG)
+        return Decoder(config)
 
     trainer = Trainer(
         args=TrainingArguments(
@@ -77,6 +79,8 @@ def change(folder, **options):
     {"torch_compile": True, "torch_compile_dynamic": False},
     {"torch_compile": True, "torch_compile_dynamic": True},
     {"torch_compile": True, "torch_compile_scope": "model"},
+    {"torch_compile": True, "torch_compile_mode": "reduce-overhead",
+     "torch_compile_dynamic": False},
     {"gradient_checkpointing": True},
     {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"},
     {"torch_compile": True, "gradient_checkpointing": True,
@@ -93,6 +97,43 @@ def test_runs_train_alike(tmp_path, options):
     for name, step in wanted.items():
         assert (found[name] - step).norm() < 0.03 * step.norm(), name
     assert trainer.evaluate(trainer.train_dataset)["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_heads_with_norms(tmp_path, compiled):
+    config = replace(CONFIG, qk_norm=True)
+    wanted, _ = change(tmp_path / "sdpa", config, torch_compile=compiled)
+    found, _ = change(tmp_path / "flash4", config, torch_compile=compiled, sdpa_backend="flash4")
+    for name, step in wanted.items():
+        assert (found[name] - step).norm() < 0.03 * step.norm(), name
+
+
+def test_layers_in_eight_bits(tmp_path):
+    pytest.importorskip("torchao")
+    options = {"torch_compile": True, "fp8_recipe": "tensorwise"}
+    wanted, _ = change(tmp_path / "sdpa", **options)
+    found, _ = change(tmp_path / "flash4", sdpa_backend="flash4", **options)
+    for name, step in wanted.items():
+        assert (found[name] - step).norm() < 0.1 * step.norm(), name
+
+
+def test_the_same_bits_where_they_are_asked_for():
+    torch.manual_seed(0)
+    shapes = [(2, 1024, number, 64) for number in (8, 2, 2)]
+    parts = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    grad = torch.randn_like(parts[0])
+
+    def gradients():
+        inputs = [part.detach().requires_grad_() for part in parts]
+        return torch.autograd.grad(flash4.attend_flash4(*inputs), inputs, grad)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = gradients()
+        for _ in range(5):
+            assert all(torch.equal(one, other) for one, other in zip(first, gradients()))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_generation_after_such_a_run(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from headway import Trainer, TrainerCallback, TrainingArguments
+from headway.callbacks.watch.default_metrics import DefaultMetrics
 from headway.checkpoint import CheckpointContents, CheckpointManager
 from headway.data import SyntheticDataset
 from headway.models import Decoder, DecoderConfig
@@ -92,6 +93,18 @@ def test_a_log_record_does_not_wait_for_the_update(tmp_path):
     calm.on_optimizer_step = lambda trainer: None
     trainer_on_gpu(tmp_path / "calm", [calm], max_steps=4, logging_steps=1).train()
     assert busy.logs == calm.logs and len(busy.logs[0]) == 2
+
+
+def test_an_update_that_outlasts_its_metrics_counts_as_training(tmp_path):
+    class Seen(TrainerCallback):
+        def on_log(self, logs):
+            self.speed = logs.get("tok_per_sec", getattr(self, "speed", None))
+
+    seen = Seen()
+    callbacks = [DefaultMetrics(), BusyUpdate(), seen]
+    trainer_on_gpu(tmp_path, callbacks, max_steps=8, logging_steps=1).train()
+    # At least a tenth of a second a step is slept through, for 4 x 32 tokens.
+    assert 0 < seen.speed < 4 * 32 / 0.1
 
 
 def test_a_flush_waits_for_what_callbacks_computed_after_the_update(tmp_path):

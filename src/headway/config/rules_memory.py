@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from headway.config.rules import Rule, idle
-from headway.config.rules_values import one_of
+from headway.config.rules_values import FLASH4, one_of
 from headway.errors import unknown
 
 POLICIES = ("block", "every_2", "every_3", "selective")
@@ -25,9 +25,9 @@ _COMPANIONS = (
     "torch_compile_dynamic",
     "torch_compile_full_graph",
     "torch_compile_scope",
-    "torch_compile_cache",
     "dynamo_recompile_limit",
 )
+_CACHE = "torch_compile_cache"
 # What stands in an option that was left out.
 _FILLED = {"torch_compile_backend": "inductor", "torch_compile_mode": "default"}
 
@@ -73,6 +73,10 @@ def _mode_needs_inductor(args: Any) -> str | None:
     )
 
 
+def _idle_cache(args: Any) -> str | None:
+    return None if args.sdpa_backend == FLASH4 else idle("torch_compile", _CACHE)(args)
+
+
 # fmt: off
 RULES: list[Rule] = [
     Rule("H120", (_POLICY,), "args",
@@ -95,5 +99,8 @@ RULES: list[Rule] = [
     Rule("H127", (*_COMPANIONS, "torch_compile"), "args",
          "Options of the compiler need torch_compile.",
          idle("torch_compile", *_COMPANIONS, filled=_FILLED), "warn"),
+    Rule("H127", (_CACHE, "torch_compile", "sdpa_backend"), "args",
+         f"A folder for compiled code needs torch_compile, or sdpa_backend={FLASH4!r}.",
+         _idle_cache, "warn"),
 ]
 # fmt: on

@@ -11,6 +11,7 @@ import gzip
 import json
 import os
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ _JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 DAMAGED = "%d files are not text in UTF-8 throughout, what is not was replaced: %s"
 _DOCUMENTS_PER_CHUNK = 256
 _BINARY_PROBE_BYTES = 8192
+_UNREADABLE = (OSError, EOFError, zlib.error)
 
 Document = str | bytes
 Encoded = list[int] | npt.NDArray[Any]
@@ -70,7 +72,7 @@ class DocumentReader:
             self.num_files += 1
             try:
                 yield from self._read(path)
-            except (OSError, EOFError) as error:
+            except _UNREADABLE as error:
                 raise ConfigError(f"{path} cannot be read: {error}") from error
 
     def _read(self, path: Path) -> Iterator[Document]:
@@ -124,7 +126,7 @@ class DocumentReader:
         try:
             with _open(file) as probe:
                 looks_binary = b"\0" in probe.read(_BINARY_PROBE_BYTES)
-        except (OSError, EOFError) as error:
+        except _UNREADABLE as error:
             raise ConfigError(f"{file} cannot be read: {error}") from error
         if looks_binary:
             self.skipped_files.append(str(file))
@@ -238,12 +240,12 @@ def prepare_tokens(
 
 def encode_documents(coder: Tokenizer, documents: Sequence[Document], eos: bool) -> list[Encoded]:
     """Token ids of documents; bytes that are not UTF-8 reach only the byte tokenizer unchanged."""
+    whole = [repair_text(one) if isinstance(one, str) else one for one in documents if one]
     if isinstance(coder, ByteTokenizer):
-        return [coder.encode_array(document, eos) for document in documents if document]
+        return [coder.encode_array(document, eos) for document in whole]
     texts = [
         document.decode("utf-8", "replace") if isinstance(document, bytes) else document
-        for document in documents
-        if document
+        for document in whole
     ]
     return list(coder.encode_batch(texts, add_eos=eos))
 

@@ -110,12 +110,9 @@ class MetricBuffer:
         self._mark: torch.cuda.Event | None = None
         self._has_unmarked = False
 
-    def mark_computed(self, device: torch.device) -> None:
-        """Before the update: here in the device's queue, loss and norm of the step are computed."""
-        if device.type == "cuda":
-            if self._mark is None:
-                self._mark = torch.cuda.Event()
-            self._mark.record(torch.cuda.current_stream(device))
+    def mark_computed(self, mark: torch.cuda.Event | None) -> None:
+        """Where in the device's queue loss and norm of the step are computed: before the update."""
+        self._mark = mark
 
     @property
     def computed(self) -> torch.cuda.Event | None:

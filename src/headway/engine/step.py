@@ -64,9 +64,10 @@ class Stepper:
         is_watched = p.bus.listens("on_pre_optimizer_step")
         grad_norm = p.strategy.clip(p.args.max_grad_norm, None if is_watched else p.optimizer)
         fire("on_pre_optimizer_step")
-        p.metrics.mark_computed(p.strategy.device)
+        p.metrics.mark_computed(p.timing.begin_update(p.strategy.device))
         self._last_step.update()
         taken = p.strategy.apply(p.optimizer, loss, grad_norm)
+        p.timing.end_update()
         fire("on_optimizer_step")
         measured = self._read_rates()
         p.state.num_input_tokens_seen += totals.num_tokens

@@ -1,4 +1,5 @@
-"""How long the loop waited for data, and what else than training took its time.
+"""How long the loop waited for data, what else than training took its time, and the update on a
+device whose metrics come before it.
 
 Owns: these seconds, for whoever works out how fast a run is. Does not own: that working out
 (callbacks/watch).
@@ -6,10 +7,14 @@ Owns: these seconds, for whoever works out how fast a run is. Does not own: that
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    import torch
 
 clock = time.monotonic
 
@@ -33,6 +38,38 @@ class LoopTiming:
         """Of `note_progress`, so far."""
         self._aside_s = 0.0
         self._aside_since_s: float | None = None
+        self._update: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+    def begin_update(self, device: torch.device) -> torch.cuda.Event | None:
+        """Loss and gradients of a step are in the device's queue: the event of their end."""
+        if device.type != "cuda":
+            return None
+        import torch
+
+        if self._update is None:
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._update = begun, ended
+        self._update[0].record(torch.cuda.current_stream(device))
+        return self._update[0]
+
+    def end_update(self) -> None:
+        """The update is in the queue as well."""
+        if self._update is not None:
+            self._update[1].record()
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether the device still has to finish the newest update."""
+        return self._update is not None and not self._update[1].query()
+
+    @property
+    def update_s(self) -> float:
+        """How long the newest update took the device; without end while it is at it."""
+        if self._update is None:
+            return 0.0
+        if self.is_updating:
+            return math.inf
+        return float(self._update[0].elapsed_time(self._update[1])) / 1e3
 
     @property
     def doing(self) -> str | None:

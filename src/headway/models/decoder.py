@@ -134,6 +134,14 @@ def _never_draws(module: nn.Module) -> bool:
     return is_own and "forward" not in module.__dict__
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _tell_of_masks() -> None:
+    logger.warning(
+        "sdpa_backend='flash4': attention with a mask (of documents, padding or a sliding window), "
+        "or not in half precision, goes by other kernels"
+    )
+
+
 class DecoderStack(nn.Module):
     """Everything between token ids and the head."""
 
@@ -184,7 +192,7 @@ class DecoderStack(nn.Module):
             prefers_flex=self.prefers_flex,
             flash4=self.flash4,
         )
-        if self.flash4 and self.training and not plan.flash4:
+        if self.flash4 and self.training and not plan.flash4 and seq_len > 1:
             self._tell_of_masks()
         rope = self.rotary_emb(seq_len, past_len, position_ids, dtype)
         recompute = self.checkpointing is not None and self.training and torch.is_grad_enabled()
@@ -200,12 +208,11 @@ class DecoderStack(nn.Module):
         return out
 
     def _tell_of_masks(self) -> None:
-        if not self._told_of_masks and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            _tell_of_masks()  # while the graph is made, not in it
+        elif not self._told_of_masks:
             self._told_of_masks = True
-            logger.warning(
-                "sdpa_backend='flash4': attention with a mask (of documents, padding or a sliding "
-                "window), or not in half precision, goes by other kernels"
-            )
+            _tell_of_masks()
 
     def _recomputation(self) -> dict[str, Any]:
         """How blocks are recomputed: with the random state of their forward, where they draw.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -39,6 +40,28 @@ def choose_folder(given: str | None, environment: Mapping[str, str]) -> Path:
     return home / "headway" / "compile"
 
 
+def usable_folder(given: str | None, part: str = "", *, locks: bool = False) -> Path | None:
+    """The folder, or a part of it, ready to be written in; None, and a warning, where it is not.
+
+    `locks`: files in it will be locked, which not every file system can do.
+    """
+    try:
+        folder = choose_folder(given, os.environ) / part
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"no permission to write in {folder}")
+        if locks:
+            import fcntl
+
+            with tempfile.TemporaryFile(dir=folder) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (OSError, RuntimeError, KeyError) as error:  # the latter two: no home, no user's name
+        kept = f"nothing is kept of {part}" if part else "compiled code is kept where torch does"
+        logger.warning("torch_compile_cache: %s; %s", error, kept)
+        return None
+    return folder
+
+
 @contextmanager
 def compile_cache(args: TrainingArguments) -> Iterator[None]:
     """Inside, compiled code is kept in, and taken from, the run's folder for it."""
@@ -46,14 +69,8 @@ def compile_cache(args: TrainingArguments) -> Iterator[None]:
         yield
         return
     before = {name: os.environ.get(name) for name in (_FOLDER, _KERNELS)}
-    try:
-        folder = choose_folder(args.torch_compile_cache, os.environ)
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(f"no permission to write in {folder}")
-    except (OSError, RuntimeError, KeyError) as error:  # the latter two: no home, no user's name
-        logger.warning("torch_compile_cache: %s; compiled code is kept where torch does", error)
-    else:
+    folder = usable_folder(args.torch_compile_cache)
+    if folder is not None:
         os.environ[_FOLDER] = str(folder)
     try:
         with _cached_functions():

@@ -23,7 +23,7 @@ from headway.args import TrainingArguments
 from headway.config.rules_values import FLASH4
 from headway.errors import ConfigError
 from headway.precision.amp import Context
-from headway.strategies.compile_cache import choose_folder, compile_cache
+from headway.strategies.compile_cache import compile_cache, usable_folder
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def check_attention(
     dtype = _compute_dtype(args, model)
     width = _head_width(getattr(model, "config", None))
     if args.sdpa_backend == FLASH4:
-        _check_flash4(args, model, device, dtype, width)
+        _check_flash4(args, model, device, dtype)
         return
 
     def attend() -> Any:
@@ -142,36 +142,46 @@ def check_attention(
 
 
 def _check_flash4(
-    args: TrainingArguments, model: nn.Module, device: torch.device, dtype: torch.dtype, width: int
+    args: TrainingArguments, model: nn.Module, device: torch.device, dtype: torch.dtype
 ) -> None:
     from headway.models.decoder import DecoderStack
     from headway.models.kernels import flash4
 
     option = f"sdpa_backend={FLASH4!r}"
-    if not any(isinstance(part, DecoderStack) for part in model.modules()):
+    # In a pipeline a rank's stages stand beside the tree of its parameters.
+    roots = (model, *getattr(model, "stages", ()))
+    stacks = [part for root in roots for part in root.modules() if isinstance(part, DecoderStack)]
+    if not stacks:
+        kind = getattr(model, "stands_for", type(model)).__name__
         raise ConfigError(
-            f"{option} is for Headway's decoder, not for {type(model).__name__}; transformers' "
-            "models have attn_implementation for such kernels"
+            f"{option} is for Headway's decoder, not for {kind}; transformers' models have "
+            "attn_implementation for such kernels"
         )
-    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
+    config = stacks[0].config
+    if config.attention == "flex":
+        raise ConfigError(f"{option} and the model's attention='flex' ask for different kernels")
+    is_known = device.type == "cuda" and torch.version.hip is None
+    major = torch.cuda.get_device_capability(device)[0] if is_known else None
     if major not in flash4.CAPABILITIES:
         raise ConfigError(
             f"{option} cannot run on {device}: it needs an NVIDIA GPU of compute capability "
-            f"{' or '.join(f'{known}.x' for known in flash4.CAPABILITIES)} (Hopper, Blackwell)"
+            f"{' or '.join(f'{known}.x' for known in flash4.CAPABILITIES)} (Hopper, or Blackwell "
+            "for data centres)"
         )
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.mixed_precision or "", dtype)
-    if mixed not in flash4.DTYPES:
+    # Accelerate's precision is the Accelerator's.
+    if mixed not in flash4.DTYPES and args.strategy_name != "accelerate":
         raise ConfigError(
             f"{option} needs half precision, and this run computes in "
             f"{str(mixed).removeprefix('torch.')}; set mixed_precision: bf16"
         )
+    width = config.head_size
     if width % 8 or width > flash4.MAX_HEAD_SIZE:
         raise ConfigError(
             f"{option} cannot run with heads of width {width}; allowed: multiples of 8 up to "
             f"{flash4.MAX_HEAD_SIZE}"
         )
-    folder = choose_folder(args.torch_compile_cache, os.environ) / FLASH4
-    flash4.load_flash4(option, folder)
+    flash4.load_flash4(option, usable_folder(args.torch_compile_cache, FLASH4, locks=True))
 
 
 def _runs(names: list[str], attend: Callable[[], Any]) -> bool:

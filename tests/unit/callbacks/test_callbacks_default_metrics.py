@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from headway.callbacks.watch import default_metrics
 from headway.callbacks.watch.device_peaks import peak_flops, working_dtype
 from headway.callbacks.watch.training_time import TrainingTime
 from headway.engine.state import TrainerControl, TrainerState
+from headway.engine.timing import LoopTiming
 from headway.errors import ConfigError
 
 SPEED = round(TOKENS_PER_STEP / (FETCH_S + STEP_S))
@@ -207,6 +209,39 @@ def test_waiting_for_the_device_is_training_and_what_comes_after_is_not(time: Vi
     time.now_s += 5.0
     run_step()
     assert training.excluded_s == EVAL_S and not training.was_interrupted
+
+
+def test_an_update_that_goes_on_after_its_metrics_is_training(time: VirtualTime) -> None:
+    class Loop(LoopTiming):
+        """With a device that has the update of the newest step to do until `ends_s`."""
+
+        ends_s, took_s = 0.0, 0.0
+
+        @property
+        def is_updating(self) -> bool:
+            return time.now_s < self.ends_s
+
+        @property
+        def update_s(self) -> float:
+            return math.inf if self.is_updating else self.took_s
+
+    loop, training = Loop(), TrainingTime()
+    training.begin(loop)
+
+    def run_step(update_s: float, host_s: float) -> float:
+        before_s = training.excluded_s
+        training.begin_step()
+        time.now_s += STEP_S
+        training.end_step()
+        loop.took_s, loop.ends_s = update_s, time.now_s + update_s
+        training.deliver(1, global_step=1)
+        time.now_s += host_s
+        training.begin_step()
+        return training.excluded_s - before_s
+
+    assert run_step(update_s=4.0, host_s=10.0) == 6.0
+    assert run_step(update_s=4.0, host_s=3.0) == 0.0
+    assert run_step(update_s=0.0, host_s=10.0) == 10.0
 
 
 def test_what_another_rank_sets_aside_is_not_training_either(

@@ -51,6 +51,11 @@ def test_an_archive_in_a_folder_is_no_text(corpus, tmp_path):
     (corpus / "half.txt.gz").write_bytes(gzip.compress(b"x" * 1000)[:-12])
     with pytest.raises(ConfigError, match=r"half\.txt\.gz cannot be read"):
         prepare_tokens(corpus, tmp_path / "o.hwt")
+    damaged = bytearray(gzip.compress(b"x" * 1000))
+    damaged[10:14] = b"\xff" * 4
+    (corpus / "half.txt.gz").write_bytes(damaged)
+    with pytest.raises(ConfigError, match=r"half\.txt\.gz cannot be read"):
+        prepare_tokens(corpus, tmp_path / "o.hwt")
 
 
 def test_what_is_not_utf8_is_replaced_and_told(corpus, tmp_path, caplog):
@@ -70,6 +75,8 @@ def test_what_is_not_utf8_is_replaced_and_told(corpus, tmp_path, caplog):
     stats = prepare_tokens(corpus, tmp_path / "o.hwt")
     assert [Path(s).name for s in stats["damaged_files"]] == damaged[1:]
     assert documents(tmp_path / "o.hwt")[-2:] == ["a\U0001f600b\ufffdc".encode(), b"d"]
+    assert TextDataset(["b\ud83d"], sequence_length=5)[0]["input_ids"].tolist()[0] == ord("b")
+    assert len(TextDataset(["b\ud83d"], coder, sequence_length=5)) == 1
     pairs = [{"prompt": "a", "completion": "b\ud83d"}]
     assert PromptDataset(pairs)[0]["input_ids"].tolist()[:5] == list("ab\ufffd".encode())
     assert "1 prompts or completions hold halves of characters" in caplog.text

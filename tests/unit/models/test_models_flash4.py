@@ -15,6 +15,10 @@ from headway.errors import ConfigError
 from headway.models import Decoder, DecoderConfig, attention
 from headway.models.kernels import flash4
 from headway.strategies import recompute
+from headway.strategies.pipeline.layout import Layout
+from headway.strategies.pipeline.part import ModelPart
+from headway.strategies.pipeline.placement import find_ties
+from headway.strategies.pipeline.splitter import split_automatically
 from headway.strategies.torch_settings import check_attention
 from headway.testing import tiny_decoder
 
@@ -130,6 +134,14 @@ def test_what_has_a_mask_goes_by_other_kernels_and_is_told_once(calls, caplog):
     assert not calls
 
 
+def test_it_is_told_while_a_whole_model_is_compiled(calls, caplog):
+    model, ids = small_decoder(), torch.randint(64, (2, 12))
+    model.model.flash4 = True
+    model.model.compile(backend="aot_eager", fullgraph=True)
+    model(ids, ids, document_ids=torch.arange(12).expand(2, -1) // 5)
+    assert "sdpa_backend='flash4': attention with a mask" in caplog.text and not calls
+
+
 def test_selective_recomputation_keeps_attention(calls):
     model, ids = small_decoder(), torch.randint(64, (2, 12))
     model.model.flash4 = True
@@ -145,10 +157,32 @@ def test_selective_recomputation_keeps_attention(calls):
 
 def check(tmp_path, monkeypatch, model=None, device=GPU, capability=(9, 0), **options):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda given: capability)
-    monkeypatch.setattr(flash4, "_loaded", None)
     options = {"mixed_precision": "bf16", **options}
     args = TrainingArguments(output_dir=str(tmp_path), sdpa_backend="flash4", **options)
     check_attention(args, model or tiny_decoder(), device, lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def unknown_package(monkeypatch):
+    """Nothing of the real package, or of one that stands in for it, outlives a test."""
+
+    def names():
+        return [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]
+
+    before = {name: sys.modules.pop(name) for name in names()}
+    monkeypatch.setattr(flash4, "_loaded", None)
+    yield
+    for name in names():
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+def write_package(folder, text):
+    package = folder / "flash_attn" / "cute"
+    package.mkdir(parents=True, exist_ok=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "interface.py").write_text(text)
 
 
 class Other(nn.Linear):
@@ -162,35 +196,71 @@ class Other(nn.Linear):
     ({"capability": (8, 0)}, "cannot run on cuda:0: "),
     ({"mixed_precision": None}, "needs half precision.*computes in float32.*mixed_precision: bf16"),
     ({"model": tiny_decoder(hidden_size=48, num_heads=4)}, "heads of width 12; allowed: multi"),
+    ({"model": tiny_decoder(attention="flex")}, "attention='flex' ask for different kernels"),
     ({}, r"needs the package 'flash-attn-4'.*pip install 'headway\[flash4\]'"),
 ])  # fmt: skip
 def test_it_is_refused_where_it_cannot_run(tmp_path, monkeypatch, given, told):
     # Of this name there is also a package of older kernels, without these.
-    (tmp_path / "flash_attn").mkdir()
-    (tmp_path / "flash_attn" / "__init__.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "old" / "flash_attn").mkdir(parents=True)
+    (tmp_path / "old" / "flash_attn" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "old")
     with pytest.raises(ConfigError, match=told):
         check(tmp_path, monkeypatch, **given)
 
 
-def test_the_package_keeps_its_kernels_beside_compiled_code(tmp_path, monkeypatch):
-    package = tmp_path / "flash_attn" / "cute"
-    package.mkdir(parents=True)
-    (package.parent / "__init__.py").write_text("")
-    (package / "__init__.py").write_text("")
-    (package / "interface.py").write_text("import os\nSEEN = dict(os.environ)\n")
+FUNCTIONS = "_flash_attn_fwd = _flash_attn_bwd = None\n"
+
+
+def test_the_package_keeps_its_kernels_beside_compiled_code(tmp_path, monkeypatch, caplog):
+    write_package(tmp_path, FUNCTIONS + "import os\nSEEN = dict(os.environ)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
-        monkeypatch.delitem(sys.modules, name)
     before = dict(os.environ)
-    check(tmp_path, monkeypatch, torch_compile=True, torch_compile_cache=str(tmp_path / "kept"))
+    check(tmp_path, monkeypatch, torch_compile_cache=str(tmp_path / "kept"))
     seen = flash4._loaded.SEEN
     assert seen["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
     assert seen["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(tmp_path / "kept" / "flash4")
     assert dict(os.environ) == before
-    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(flash4, "_loaded", None)
-    (package / "interface.py").write_text("import cutlass_is_not_here\n")
-    with pytest.raises(ConfigError, match="cannot be imported: No module named 'cutlass_is_not"):
+    assert not caplog.records
+
+
+def test_where_no_folder_can_be_used_the_package_keeps_nothing(tmp_path, monkeypatch, caplog):
+    write_package(tmp_path, FUNCTIONS + "import os\nSEEN = dict(os.environ)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "file").write_text("")
+    check(tmp_path, monkeypatch, torch_compile_cache=str(tmp_path / "file" / "below"))
+    assert "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED" not in flash4._loaded.SEEN
+    assert "nothing is kept of flash4" in caplog.text
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("import cutlass_is_not_here\n", "cannot be used: No module named 'cutlass_is_not_here'"),
+    ("raise OSError('no libcuda')\n", "cannot be used: no libcuda"),
+    ("", "cannot be used: it has no _flash_attn_fwd or _flash_attn_bwd"),
+])  # fmt: skip
+def test_a_package_that_cannot_be_used(tmp_path, monkeypatch, text, told):
+    write_package(tmp_path, text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=told):
         check(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parts_of_a_pipeline_are_known_as_a_decoder(tmp_path, monkeypatch, tied):
+    write_package(tmp_path, FUNCTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = tiny_decoder(num_layers=4, tie_embeddings=tied)
+    for per_rank in (1, 2):
+        layout = Layout(2, per_rank)
+        stages = split_automatically(model, layout.num_stages)
+        ties = find_ties(model, stages, layout)
+        for place in range(2):
+            own = [stages[number] for number in layout.stages_of(place)]
+            check(tmp_path, monkeypatch, model=ModelPart(model, own, ties, place))
+
+
+def test_no_second_derivatives(calls):
+    parts = [torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3)]
+    seen = flash4.attend_flash4(*parts)
+    (grad,) = torch.autograd.grad(seen.square().sum(), parts[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

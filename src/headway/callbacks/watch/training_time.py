@@ -21,9 +21,9 @@ class TrainingTime:
     """Follows the steps of a run and adds up the time between them that was not training.
 
     Between two steps the loop may bring the metrics of the last one to the host, as it does before
-    it logs, evaluates or saves: from there on the device is idle, so what comes then, until the
-    next step begins, is something else, save for the fetch. Otherwise all of the time between
-    steps counts as training, but for what a callback itself set aside.
+    it logs, evaluates or saves: from there on the device has no more than the update to do, so what
+    comes then, until the next step begins, is something else, save for update and fetch. Otherwise
+    all of the time between steps counts as training, but for what a callback itself set aside.
     """
 
     def __init__(self) -> None:
@@ -38,6 +38,7 @@ class TrainingTime:
         self._elsewhere_s = 0.0
         self._ended_s: float | None = None
         self._interrupted_s: float | None = None
+        self._was_updating = False
         # What was set aside: at the end of the step, when something else began; and what of it
         # lies within that and must not count twice.
         self._aside_at_end_s = self._aside_at_interruption_s = loop.aside_s
@@ -77,6 +78,8 @@ class TrainingTime:
         self.was_interrupted = self._interrupted_s is not None or set_aside
         if self._interrupted_s is not None:
             elsewhere_s = clock() - self._interrupted_s - self.fetch_s
+            if self._was_updating:
+                elsewhere_s -= self._loop.update_s
             self._elsewhere_s += max(0.0, elsewhere_s)
             self._aside_not_counted_s += aside_s - self._aside_at_interruption_s
         self._ended_s = self._interrupted_s = None
@@ -91,13 +94,15 @@ class TrainingTime:
             self.drain()
 
     def drain(self) -> None:
-        """Call when values of the step that has ended are here: the device has caught up."""
+        """Call when values of the step that has ended are here: the device has caught up with it,
+        but for the update at most."""
         if self._ended_s is not None and self._interrupted_s is None:
             self._interrupted_s = clock()
+            self._was_updating = self._loop.is_updating
             self._aside_at_interruption_s = self._loop.aside_s
 
     def interrupt(self) -> None:
         """Call when something else than training is seen to have happened."""
         if self._interrupted_s is None and self._ended_s is not None:
-            self._interrupted_s = self._ended_s
+            self._interrupted_s, self._was_updating = self._ended_s, False
             self._aside_at_interruption_s = self._aside_at_end_s

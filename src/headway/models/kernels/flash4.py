@@ -19,17 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from headway.errors import ConfigError, missing_extra
 from headway.models.kernels import define_operation
 
 CAPABILITIES = (9, 10)
-"""Major versions of GPUs that its kernels, with their gradients, are made for."""
+"""Major versions of NVIDIA's GPUs that its kernels, with their gradients, are made for."""
 MAX_HEAD_SIZE = 128
 DTYPES = (torch.bfloat16, torch.float16)
 
 _MODULE = "flash_attn.cute.interface"
 _SETTINGS = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+_FUNCTIONS = ("_flash_attn_fwd", "_flash_attn_bwd")
 _loaded: ModuleType | None = None
 
 
@@ -45,10 +47,13 @@ def load_flash4(purpose: str, folder: Path | None = None) -> ModuleType:
         os.environ.setdefault(place, str(folder))
     try:
         _loaded = importlib.import_module(_MODULE)
-    except ImportError as error:
-        if error.name in (_MODULE, _MODULE.rpartition(".")[0], "flash_attn"):
+        if not all(hasattr(_loaded, name) for name in _FUNCTIONS):
+            raise ImportError("it has no " + " or ".join(_FUNCTIONS))
+    except (ImportError, OSError, RuntimeError) as error:  # it loads libraries, and makes folders
+        _loaded = None
+        if getattr(error, "name", None) in (_MODULE, _MODULE.rpartition(".")[0], "flash_attn"):
             raise missing_extra("flash-attn-4", "flash4", purpose) from None
-        what = f"{purpose} needs the package 'flash-attn-4', which cannot be imported"
+        what = f"{purpose} needs the package 'flash-attn-4', which cannot be used"
         raise ConfigError(f"{what}: {error}") from error
     finally:
         for name, value in before.items():
@@ -115,6 +120,7 @@ class _Attend(torch.autograd.Function):
         return seen
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:
         return _backward(grads[0], *ctx.saved_tensors)
 
