@@ -74,7 +74,7 @@ def _mode_needs_inductor(args: Any) -> str | None:
 
 
 def _idle_cache(args: Any) -> str | None:
-    return None if args.sdpa_backend == FLASH4 else idle("torch_compile", _CACHE)(args)
+    return None if getattr(args, "sdpa_backend", None) == FLASH4 else idle("torch_compile", _CACHE)(args)
 
 
 # fmt: off
