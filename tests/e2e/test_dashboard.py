@@ -22,12 +22,24 @@ pytest.importorskip("aiohttp")
 WAIT_S = 240
 
 TRAIN = """\
+import pathlib
 import sys
-from headway import Trainer, TrainingArguments
+import time
+from headway import Trainer, TrainerCallback, TrainingArguments
 from headway.callbacks import TrainerControlCallback
 from headway.testing import tiny_dataset, tiny_decoder
 
 out, max_steps, control = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "control"
+
+
+class Hold(TrainerCallback):
+    "Waits in the middle for a file that the last argument names."
+
+    def on_step_end(self, state):
+        while sys.argv[4:] and state.global_step == 100 and not pathlib.Path(sys.argv[4]).exists():
+            time.sleep(0.01)
+
+
 trainer = Trainer(
     args=TrainingArguments(
         output_dir=out,
@@ -42,7 +54,7 @@ trainer = Trainer(
     ),
     model_init=tiny_decoder,
     train_dataset=tiny_dataset(64, sequence_length=16),
-    callbacks=[TrainerControlCallback()] if control else [],
+    callbacks=[Hold(), TrainerControlCallback()] if control else [],
 )
 trainer.train()
 """
@@ -210,7 +222,8 @@ def test_a_training_is_watched_steered_and_unhurt(started, tmp_path):
 
 
 def test_a_flood_of_its_dashboard_changes_nothing_in_a_run(started, tmp_path):
-    flooded = started("train", tmp_path / "flooded", 150, "control")
+    seen = tmp_path / "seen"
+    flooded = started("train", tmp_path / "flooded", 150, "control", seen)
     job = wait_until(lambda: next(iter(list_jobs()), None))
     port, token = job.endpoint.port, job.token("read")
     counts, over = {}, threading.Event()
@@ -223,6 +236,8 @@ def test_a_flood_of_its_dashboard_changes_nothing_in_a_run(started, tmp_path):
             except (OSError, http.client.HTTPException, ValueError, KeyError):
                 status = None
             counts[status] = counts.get(status, 0) + 1
+            if status == 200:
+                seen.touch()
 
     threads = [threading.Thread(target=flood) for _ in range(4)]
     for thread in threads:

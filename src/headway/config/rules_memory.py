@@ -74,7 +74,11 @@ def _mode_needs_inductor(args: Any) -> str | None:
 
 
 def _idle_cache(args: Any) -> str | None:
-    return None if getattr(args, "sdpa_backend", None) == FLASH4 else idle("torch_compile", _CACHE)(args)
+    return (
+        None
+        if getattr(args, "sdpa_backend", None) == FLASH4
+        else idle("torch_compile", _CACHE)(args)
+    )
 
 
 # fmt: off
