@@ -74,11 +74,9 @@ def _mode_needs_inductor(args: Any) -> str | None:
 
 
 def _idle_cache(args: Any) -> str | None:
-    return (
-        None
-        if getattr(args, "sdpa_backend", None) == FLASH4
-        else idle("torch_compile", _CACHE)(args)
-    )
+    if getattr(args, "sdpa_backend", None) == FLASH4:  # its kernels are kept there as well
+        return None
+    return idle("torch_compile", _CACHE)(args)
 
 
 # fmt: off

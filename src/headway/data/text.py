@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import gzip
 import json
+import logging
 import os
 import time
 import zlib
@@ -25,6 +26,8 @@ import numpy.typing as npt
 from headway.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from headway.data.tokens import TokenFile, TokenFileWriter
 from headway.errors import ConfigError, unknown
+
+logger = logging.getLogger(__name__)
 
 FORMATS = ("text", "lines", "jsonl")
 _JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
@@ -240,7 +243,11 @@ def prepare_tokens(
 
 def encode_documents(coder: Tokenizer, documents: Sequence[Document], eos: bool) -> list[Encoded]:
     """Token ids of documents; bytes that are not UTF-8 reach only the byte tokenizer unchanged."""
-    whole = [repair_text(one) if isinstance(one, str) else one for one in documents if one]
+    given = [document for document in documents if document]
+    whole = [repair_text(one) if isinstance(one, str) else one for one in given]
+    num_repaired = sum(one is not other for one, other in zip(given, whole))
+    if num_repaired:
+        logger.warning("%d texts hold halves of characters, which were replaced", num_repaired)
     if isinstance(coder, ByteTokenizer):
         return [coder.encode_array(document, eos) for document in whole]
     texts = [

@@ -77,6 +77,7 @@ def test_what_is_not_utf8_is_replaced_and_told(corpus, tmp_path, caplog):
     assert documents(tmp_path / "o.hwt")[-2:] == ["a\U0001f600b\ufffdc".encode(), b"d"]
     assert TextDataset(["b\ud83d"], sequence_length=5)[0]["input_ids"].tolist()[0] == ord("b")
     assert len(TextDataset(["b\ud83d"], coder, sequence_length=5)) == 1
+    assert caplog.text.count("1 texts hold halves of characters") == 2
     pairs = [{"prompt": "a", "completion": "b\ud83d"}]
     assert PromptDataset(pairs)[0]["input_ids"].tolist()[:5] == list("ab\ufffd".encode())
     assert "1 prompts or completions hold halves of characters" in caplog.text
