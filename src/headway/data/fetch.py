@@ -59,8 +59,24 @@ def uses_global_randomness(dataset: Any) -> bool:
     return True
 
 
+def needs_seeding(dataset: Any) -> bool:
+    """Whether the global generators are seeded for each sample, as this module asks for them.
+
+    Not for one that is given a generator, unless it says that it is random besides.
+    """
+    told = getattr(dataset, "needs_seeding", None)
+    if isinstance(told, bool):
+        return told
+    if getattr(dataset, "is_deterministic", None) is None and takes_rng(dataset):
+        return False
+    return uses_global_randomness(dataset)
+
+
 def takes_rng(dataset: Any) -> bool:
-    """Whether the dataset defines `get(index, rng)`."""
+    """Whether samples come by `get(index, rng)`: where it is defined, or the dataset tells."""
+    told = getattr(dataset, "takes_rng", None)
+    if isinstance(told, bool):
+        return told
     get = getattr(dataset, "get", None)
     if not callable(get):
         return False
@@ -105,7 +121,7 @@ class Fetcher:
         self.dataset = dataset
         self.collate = collate
         self._with_rng = takes_rng(dataset)
-        self._seeds_samples = not self._with_rng and uses_global_randomness(dataset)
+        self._seeds_samples = needs_seeding(dataset)
         inner = getattr(collate, "__wrapped__", collate)
         self._seeds_collate = not (isinstance(inner, PadCollator) or inner is default_collate)
         self._get_many = getattr(dataset, "__getitems__", None) is not None
@@ -134,14 +150,14 @@ class Fetcher:
 
     def _fetch(self, request: Request) -> list[Any]:
         dataset, indices = self.dataset, request.indices.tolist()
-        if self._with_rng:
-            return [
-                dataset.get(index, sample_rng(request.seed, request.epoch, index))
-                for index in indices
-            ]
-        if self._get_many:
+        if self._get_many and not self._with_rng:
             return list(dataset.__getitems__(indices))
-        return [dataset[index] for index in indices]
+        return [self._fetch_one(request, index) for index in indices]
+
+    def _fetch_one(self, request: Request, index: int) -> Any:
+        if self._with_rng:
+            return self.dataset.get(index, sample_rng(request.seed, request.epoch, index))
+        return self.dataset[index]
 
     def _fetch_seeded(self, request: Request) -> list[Any]:
         # One at a time even where the dataset could give many: a sample's randomness must not
@@ -149,7 +165,7 @@ class Fetcher:
         items = []
         for index in request.indices.tolist():
             seed_global_randomness(request.seed, request.epoch, index)
-            items.append(self.dataset[index])
+            items.append(self._fetch_one(request, index))
         return items
 
 

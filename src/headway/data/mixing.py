@@ -1,14 +1,16 @@
 """Mixing several datasets by weight: index -> (source, sample) as a pure function.
 
-Owns: the repeating schedule of sources and the running count of each.
+Owns: whose turn it is, and the running count of each source.
 Does not own: the order in which the mixture itself is read (order, loader).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from heapq import heapify, heapreplace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ import numpy.typing as npt
 from headway.data.order import SampleOrder, derive_key
 from headway.errors import ConfigError, unknown
 
-_MAX_PERIOD = 1 << 20
+_LONGEST_TABLE = 1 << 20
 
 
 class MixedDataset:
@@ -50,14 +52,35 @@ class MixedDataset:
         self.seed = seed
         self.epoch = 0
         self._per_period = _divide(shares)
-        self._schedule, self._earlier = _spread(self._per_period)
+        self._turns = _Turns(self._per_period)
         self._orders = [
             SampleOrder(size, derive_key(seed, number)) for number, size in enumerate(sizes)
         ]
 
     @property
     def is_deterministic(self) -> bool:
-        return all(getattr(source, "is_deterministic", False) for source in self.sources)
+        """Whether samples by index alone use no random numbers."""
+        from headway.data.fetch import uses_global_randomness
+
+        return not any(map(uses_global_randomness, self.sources))
+
+    @property
+    def needs_seeding(self) -> bool:
+        """Whether samples by `get` use the random numbers of the process."""
+        from headway.data.fetch import needs_seeding
+
+        return any(map(needs_seeding, self.sources))
+
+    @property
+    def takes_rng(self) -> bool:
+        """Whether any source is given the generator of a sample."""
+        return any(self._take_rng)
+
+    @functools.cached_property
+    def _take_rng(self) -> list[bool]:
+        from headway.data.fetch import takes_rng
+
+        return [takes_rng(source) for source in self.sources]
 
     @property
     def vocab_size_needed(self) -> int:
@@ -67,7 +90,7 @@ class MixedDataset:
     @property
     def proportions(self) -> dict[str, float]:
         """The share of each source, as scheduled."""
-        period = len(self._schedule)
+        period = self._turns.period
         return {name: count / period for name, count in zip(self.names, self._per_period)}
 
     def set_epoch(self, epoch: int) -> None:
@@ -82,9 +105,9 @@ class MixedDataset:
         index = int(index)
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} is outside 0..{self.num_samples - 1}")
-        period, within = divmod(self.epoch * self.num_samples + index, len(self._schedule))
-        source = int(self._schedule[within])
-        drawn = period * self._per_period[source] + int(self._earlier[within])
+        period, place = divmod(self.epoch * self.num_samples + index, self._turns.period)
+        source, earlier = self._turns.at(place)
+        drawn = period * self._per_period[source] + earlier
         order = self._orders[source]
         passes, position = divmod(drawn, order.num_samples)
         return source, order.index(passes, position)
@@ -95,6 +118,12 @@ class MixedDataset:
     def __getitem__(self, index: int) -> Any:
         source, sample = self.locate(index)
         return self.sources[source][sample]
+
+    def get(self, index: int, rng: Any) -> Any:
+        """The sample at `index`, with the generator for a source that takes one."""
+        number, sample = self.locate(index)
+        source = self.sources[number]
+        return source.get(sample, rng) if self._take_rng[number] else source[sample]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         places = [self.locate(index) for index in indices]
@@ -153,26 +182,56 @@ def _read_weights(
 
 
 def _divide(shares: list[Fraction]) -> list[int]:
-    """How often each source comes in one period: exact if the period stays small."""
+    """How often each source comes in one period, the shortest in which all shares are exact."""
     total = sum(shares, Fraction(0))
     exact = [share / total for share in shares]
     period = math.lcm(*(share.denominator for share in exact))
-    if period <= _MAX_PERIOD:
-        return [int(share * period) for share in exact]
-    counts = [max(1, int(share * _MAX_PERIOD)) for share in exact]
-    by_need = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i] * _MAX_PERIOD)
-    for number in by_need[: max(0, _MAX_PERIOD - sum(counts))]:
-        counts[number] += 1
-    return counts
+    return [int(share * period) for share in exact]
 
 
-def _spread(
-    counts: list[int],
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """The sources of one period, evenly spread, and how often each came before in it."""
+class _Turns:
+    """Whose turn it is at a place of the period.
+
+    Draw k of a source that comes n times belongs at (k + 1/2) / n of the period; of two sources
+    at the same place the first one goes before. Looked up in short periods, computed in others.
+    """
+
+    def __init__(self, counts: list[int]) -> None:
+        self._counts = counts
+        self.period = sum(counts)
+        self._table = _spread(counts) if self.period <= _LONGEST_TABLE else None
+        # In so many binary digits, places that differ are different.
+        self._digits = 2 * max(counts).bit_length() + 2
+
+    def at(self, place: int) -> tuple[int, int]:
+        """The source at a place, and how often it came before in the period."""
+        if self._table is not None:
+            sources, earlier = self._table
+            return int(sources[place]), int(earlier[place])
+        return self._compute(place)
+
+    def _compute(self, place: int) -> tuple[int, int]:
+        # What belongs before this place less half a draw per source: at most `place` draws, and
+        # no more than one per source fewer, which are then made one by one.
+        halves = 2 * place - len(self._counts)
+        taken = [max(0, (n * halves + self.period) // (2 * self.period)) for n in self._counts]
+        next_draws = [self._next(source, drawn) for source, drawn in enumerate(taken)]
+        heapify(next_draws)
+        for _ in range(place - sum(taken)):
+            _, source, drawn = next_draws[0]
+            heapreplace(next_draws, self._next(source, drawn + 1))
+        _, source, drawn = next_draws[0]
+        return source, drawn
+
+    def _next(self, source: int, drawn: int) -> tuple[int, int, int]:
+        where = ((2 * drawn + 1) << self._digits) // (2 * self._counts[source])
+        return where, source, drawn
+
+
+def _spread(counts: list[int]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """The source at each place of a period, and how often it came before."""
     source = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    number = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
-    # Draw k of a source that comes n times belongs at (k + 1/2) / n of the period.
-    ideal = (number + 0.5) / np.asarray(counts)[source]
-    order = np.lexsort((source, ideal))
+    number = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
+    # Exact enough: places of so short a period differ by more than float64 rounds off.
+    order = np.lexsort((source, (number + 0.5) / np.asarray(counts)[source]))
     return source[order], number[order]
