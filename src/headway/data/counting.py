@@ -20,13 +20,14 @@ def count_targets(batch: Any) -> int | torch.Tensor:
 
     Token labels of a dict belong to the inputs beside them, so a causal model predicts
     `labels[..., 1:]`; where none of these counts, but the first of a row does, it is a label of
-    another kind. Those of a pair (inputs, labels) belong to the outputs: all of them count.
+    another kind. Those of a pair (inputs, labels) belong to the outputs, and those beside
+    `decoder_input_ids` have been shifted already: all of them count.
     A tensor only for labels on a device other than the CPU, where a number would need a sync.
     """
-    labels, is_pair = _labels_of(batch)
+    labels = _labels_of(batch)
     if labels is None or labels.is_floating_point():
         return count_samples(batch)
-    shifted = not is_pair and labels.dim() >= 2
+    shifted = are_beside_inputs(batch, labels)
     if labels.device.type != "cpu":
         every = (labels != IGNORED_LABEL).sum()
         if not shifted:
@@ -40,11 +41,16 @@ def count_targets(batch: Any) -> int | torch.Tensor:
     return number - int(first) or number
 
 
-def _labels_of(batch: Any) -> tuple[torch.Tensor | None, bool]:
-    """The labels of a batch, and whether the batch is a pair (inputs, labels)."""
-    is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
-    labels = batch[1] if is_pair else batch.get("labels") if isinstance(batch, Mapping) else None
-    return (labels if isinstance(labels, torch.Tensor) else None), is_pair
+def are_beside_inputs(batch: Any, labels: torch.Tensor) -> bool:
+    """Whether token labels are those of the inputs, so that a place's target is the next label."""
+    return isinstance(batch, Mapping) and labels.dim() >= 2 and "decoder_input_ids" not in batch
+
+
+def _labels_of(batch: Any) -> torch.Tensor | None:
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if isinstance(batch, (list, tuple)) and len(batch) == 2:
+        labels = batch[1]
+    return labels if isinstance(labels, torch.Tensor) else None
 
 
 def count_tokens(batch: Any) -> int:

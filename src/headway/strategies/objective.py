@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from headway.data.counting import count_targets
+from headway.data.counting import are_beside_inputs, count_targets
 from headway.errors import ConfigError
 from headway.models.fused_loss import FusedLoss
 from headway.models.loss import cross_entropy_sum
@@ -191,8 +191,8 @@ class Objective:
                 f"compare its logits with; add labels in the data collator"
             )
         if logits.dim() == labels.dim() + 1:
-            if isinstance(batch, Mapping) and labels.dim() >= 2:
-                return cross_entropy_sum(logits, labels)  # labels beside the inputs: shifted
+            if are_beside_inputs(batch, labels):
+                return cross_entropy_sum(logits, labels)
             return torch.nn.functional.cross_entropy(
                 logits.flatten(0, -2).float(), labels.flatten(), ignore_index=-100, reduction="sum"
             )

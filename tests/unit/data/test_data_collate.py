@@ -104,3 +104,10 @@ def test_counts_follow_documents_and_shifted_labels():
 def test_counting_on_a_device_does_not_sync():
     batch = {"labels": torch.zeros(2, 3, dtype=torch.int64, device="meta")}
     assert isinstance(count_targets(batch), torch.Tensor)
+
+
+def test_labels_of_a_decoder_with_inputs_of_its_own_all_count():
+    labels = torch.tensor([[5, 6, 7, -100], [5, -100, -100, -100]])
+    batch = {"input_ids": torch.ones(2, 9), "labels": labels}
+    assert count_targets(batch) == 2
+    assert count_targets({**batch, "decoder_input_ids": labels.roll(1)}) == 4

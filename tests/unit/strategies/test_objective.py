@@ -105,6 +105,16 @@ def test_token_labels_of_a_pair_belong_to_the_outputs():
     assert total.item() / count == pytest.approx(expected.item(), rel=1e-6)
 
 
+def test_token_labels_beside_inputs_of_a_decoder_belong_to_the_outputs():
+    model = ReturnsLogits()
+    batch = {"input_ids": IDS, "decoder_input_ids": IDS, "labels": LABELS}
+    targets = int((LABELS != -100).sum())
+    assert count_targets(batch) == targets
+    expected = nn.functional.cross_entropy(model.logits(IDS).flatten(0, 1), LABELS.flatten())
+    loss = Objective(model).loss(model, batch, num_targets=targets, own=targets)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_ignored_labels_of_a_classification_do_not_count():
     model = nn.Linear(4, 3)
     inputs, labels = torch.randn(4, 4), torch.tensor([0, -100, 2, -100])
