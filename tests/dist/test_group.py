@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
+from dataclasses import asdict
+from functools import partial
+from multiprocessing.util import Finalize
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +24,10 @@ from headway.dist import (
     host_group,
     init_distributed,
     require_equal,
+    watch,
 )
-from headway.dist.failure import current_watch
+from headway.dist.failure import PeerFailure, current_watch, guard_run
+from headway.dist.processes import ProcessIdentity, identify, look_at
 from headway.dist.rendezvous import _PORTS, RendezvousError, find_endpoint
 from headway.errors import ConfigError
 from headway.testing import run_ranks
@@ -180,6 +187,118 @@ def cleanup_after_a_failure() -> float:
 
 def test_cleaning_up_after_a_failure_does_not_wait_for_the_others() -> None:
     assert max(run_ranks(cleanup_after_a_failure, 2, backend=None, timeout_s=60)) < 30
+
+
+def end_without_cleaning_up(folder: str, last: int, *, in_launcher: bool) -> None:
+    """Come, go on alone if this rank is to be the `last`, and end without a word."""
+    watch.BEAT_S = 0.05
+    watch.GRACE_S = 0.2
+    watch.say = lambda text, kind="error": Path(folder, "told").write_text(text)  # type: ignore
+    rank = int(os.environ["RANK"])
+    sys.last_value = ValueError("of long ago, such as a cell of a notebook before")
+    if not in_launcher:
+        keep_the_store_in_rank_0()
+    init_distributed(use_cpu=True)
+    processes = exchange(asdict(identify()))
+    agree_bits(0)
+    if rank == last:
+        # Before the watch is ended by anything: higher priorities are first.
+        args = (ProcessIdentity.from_json(processes[1 - rank]), Path(folder, "done"))
+        Finalize(None, outlast, args, exitpriority=1)
+
+
+def outlast(other: ProcessIdentity, done: Path) -> None:
+    """Let the other rank end, if it does without this one, and then some beats pass."""
+    deadline = time.monotonic() + 1.5
+    while time.monotonic() < deadline and look_at(other) != "gone":
+        time.sleep(0.01)
+    deadline = time.monotonic() + 10 * watch.BEAT_S
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+    done.touch()
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("in_launcher", [True, False], ids=["launcher's store", "rank 0's store"])
+@pytest.mark.parametrize("last", [0, 1])
+def test_ranks_that_end_one_after_the_other_are_not_lost(
+    last: int, in_launcher: bool, tmp_path: Path
+) -> None:
+    """Forked, as by multiprocessing itself: such end without what atexit has."""
+    ended = partial(end_without_cleaning_up, str(tmp_path), last, in_launcher=in_launcher)
+    run_ranks(ended, 2, backend=None, env={"OWN_PORT": free_port()})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["done"]
+
+
+def keep_the_store_in_rank_0() -> None:
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    os.environ["MASTER_PORT"] = os.environ["OWN_PORT"]
+
+
+def end_spawned(rank: int, folder: str, last: int, port: str) -> None:
+    ours = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OWN_PORT": port}
+    size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(ours | size)
+    end_without_cleaning_up(folder, last, in_launcher=False)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_spawned_ranks_that_end_one_after_the_other_are_not_lost(last: int, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(end_spawned, (str(tmp_path), last, free_port()), nprocs=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["done"]
+
+
+def wait_for_one_that_has_ended(how: str) -> str:
+    watch.LAST_S = 0.5
+    keep_the_store_in_rank_0()
+    if init_distributed(use_cpu=True).rank == 0:
+        dist.destroy_process_group()
+        return ""
+    try:
+        with guard_run():
+            if how == "in a collective":
+                dist.all_reduce(torch.ones(1))
+            own = current_watch()
+            while own is not None and own.failure is None:
+                time.sleep(0.01)
+            return own.failure.describe(2)
+    except PeerFailure as failure:
+        return str(failure)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["in a collective", "elsewhere"])
+def test_a_rank_that_ends_in_the_middle_of_a_run_is_named_though_it_kept_the_store(
+    how: str,
+) -> None:
+    """Elsewhere: NCCL does not notice that a rank is gone."""
+    env = {"OWN_PORT": free_port()}
+    told = run_ranks(wait_for_one_that_has_ended, 2, how, backend=None, env=env)
+    assert told[1] == "rank 0 of 2 was lost: it ended before the others"
+
+
+def end_after_cleaning_up() -> float:
+    keep_the_store_in_rank_0()
+    context = init_distributed(use_cpu=True)
+    own = current_watch()
+    assert own is not None
+    cleanup_distributed(context)
+    began = time.monotonic()
+    own.take_leave()
+    own.wait_until_known()
+    own.stop()
+    return time.monotonic() - began
+
+
+def test_nobody_is_waited_for_after_cleaning_up() -> None:
+    env = {"OWN_PORT": free_port()}
+    assert max(run_ranks(end_after_cleaning_up, 2, backend=None, env=env)) < 1
 
 
 def meet_by_slurm() -> tuple[DistributedContext, str]:

@@ -103,7 +103,8 @@ def test_a_rank_that_hangs_before_a_collective_is_named(tmp_path: Path) -> None:
 def test_ranks_that_take_their_time_together_are_left_alone(limit: str, tmp_path: Path) -> None:
     function = all_together if limit == "1" else leave_unwatched
     run_ranks(function, 2, str(tmp_path), backend=None, env={"HEADWAY_WAITING_AFTER_S": limit})
-    assert not (tmp_path / "told").exists()
+    told = tmp_path / "told"
+    assert not told.exists(), told.read_text()
 
 
 def leave_unwatched(folder: str) -> None:

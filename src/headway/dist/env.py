@@ -1,6 +1,7 @@
 """The rank facts of this process, as the launcher left them in the environment.
 
-Owns: reading and checking RANK, WORLD_SIZE and their kin (torchrun's names, then SLURM's).
+Owns: reading and checking RANK, WORLD_SIZE and their kin (torchrun's names, then SLURM's), and how
+patient ranks are with each other.
 Does not own: process groups, and the choice of device (device.py).
 """
 
@@ -16,6 +17,11 @@ from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+FROZEN_AFTER_S = 20.0
+"""A rank that gave no sign for so long counts as frozen; HEADWAY_FROZEN_AFTER_S, 0 = never."""
+WAITING_AFTER_S = 60.0
+"""How long nothing may move before it is said who is late; HEADWAY_WAITING_AFTER_S, 0 = never."""
 
 
 @runtime_checkable
@@ -178,3 +184,23 @@ def _checked(
     if node_rank is None:
         node_rank = rank // local_world_size
     return DistributedEnv(rank, world_size, local_rank, local_world_size, node_rank)
+
+
+def frozen_limit_s() -> float:
+    """How long a rank may give no sign of life; 0 means for ever."""
+    return _read_limit_s("HEADWAY_FROZEN_AFTER_S", FROZEN_AFTER_S)
+
+
+def waiting_limit_s() -> float:
+    """How long nothing may move before it is said who is late; 0 means for ever."""
+    return _read_limit_s("HEADWAY_WAITING_AFTER_S", WAITING_AFTER_S)
+
+
+def _read_limit_s(name: str, default_s: float) -> float:
+    text = os.environ.get(name, "").strip()
+    try:
+        return max(0.0, float(text)) if text else default_s
+    except ValueError:
+        raise ConfigError(
+            f"{name}: {text!r} is not a number of seconds; allowed: 0 (never) and up"
+        ) from None

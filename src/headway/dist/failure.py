@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from headway.dist.watch import Failure, Watch
 from headway.errors import problems_of
@@ -59,8 +59,10 @@ def guard_run() -> Iterator[None]:
     the number of another rank in `failed_rank`; an error of this rank comes out as it is, after the
     others were told. Without a process group nothing happens.
     """
+    watch = current_watch()
     try:
-        yield
+        with nullcontext() if watch is None else watch.run():
+            yield
     except PeerFailure:
         raise
     except BaseException as error:

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import functools
+import multiprocessing
 import os
 import platform
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 from headway import __version__
 from headway.dist import agreement
 from headway.dist.device import get_device
-from headway.dist.env import DistributedEnv, detect_env
+from headway.dist.env import DistributedEnv, detect_env, frozen_limit_s, waiting_limit_s
 from headway.dist.processes import ProcessIdentity, identify
 from headway.dist.rendezvous import Endpoint, connect, find_endpoint, meet
-from headway.dist.waiting import waiting_limit_s
-from headway.dist.watch import Failure, Watch, frozen_limit_s
+from headway.dist.watch import Failure, Watch
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -287,17 +289,38 @@ def _start_watch(
     distributed.barrier(group=host_group())
     watch.start()
     # Before the interpreter is taken down: a thread inside the store's code would abort it.
-    atexit.register(_stop_at_exit, watch, os.getpid())
+    at_exit = functools.partial(_stop_at_exit, watch, os.getpid(), _errors_in_flight())
+    atexit.register(at_exit)
+    if multiprocessing.parent_process() is not None:
+        # A child that multiprocessing forked ends without what atexit has.
+        Finalize(None, at_exit, exitpriority=0)
     return watch
 
 
-def _stop_at_exit(watch: Watch, pid: int) -> None:
+def _stop_at_exit(watch: Watch, pid: int, earlier: Sequence[BaseException]) -> None:
     if os.getpid() != pid:
         return
-    error = getattr(sys, "last_value", None)
+    error = _fatal_error(earlier)
     _tell_others(watch, error)
+    if error is None:
+        watch.take_leave()
     watch.wait_until_known()
     watch.stop(ended_well=error is None)
+
+
+def _errors_in_flight() -> list[BaseException]:
+    found = (getattr(sys, "last_value", None), sys.exc_info()[1])
+    return [error for error in found if error is not None]
+
+
+def _fatal_error(earlier: Sequence[BaseException]) -> BaseException | None:
+    """The exception that ends this process, if one does; what was there `earlier` does not."""
+    new = [error for error in _errors_in_flight() if not any(error is one for one in earlier)]
+    error = new[0] if new else None
+    if isinstance(error, SystemExit):
+        # torch.multiprocessing makes an exit of what a function raises.
+        return (error.__context__ or error) if error.code else None
+    return error
 
 
 def versions() -> dict[str, str]:

@@ -10,10 +10,13 @@ has come to fewer of the agreements that all ranks take part in, or it is not in
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import re
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -21,10 +24,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from typing import BinaryIO, NamedTuple
 
-WAITING_AFTER_S = 60.0
-"""How long nothing may move before it is said who is late; HEADWAY_WAITING_AFTER_S, 0 = never."""
 _LONGEST_PLACE = 120
 _awaited = ""
 
@@ -76,17 +77,19 @@ class MainThread:
     """Looks at the main thread of this process, from another one, again and again."""
 
     def __init__(self) -> None:
-        self._point: list[tuple[int, int]] = []
+        self._dump = _open_scratch()
+        self._stack: list[_Line] = []
         self._since = time.monotonic()
 
     def look(self) -> None:
-        """Note whether it has moved."""
-        point, frame = [], _main_frame()
-        while frame is not None:
-            point.append((id(frame), frame.f_lasti))
-            frame = frame.f_back
-        if point != self._point:
-            self._point, self._since = point, time.monotonic()
+        """Note whether it has moved; takes about a millisecond of every thread."""
+        stack = self._read()
+        if stack != self._stack:
+            self._stack, self._since = stack, time.monotonic()
+
+    def note_move(self) -> None:
+        """It has moved, as is known without a look."""
+        self._stack, self._since = [], time.monotonic()
 
     @property
     def still_s(self) -> float:
@@ -95,61 +98,77 @@ class MainThread:
 
     def stand(self, num_agreements: int, settled_s: float) -> Standing:
         """Where it is; what has not moved for less than `settled_s` does not count as waiting."""
-        frame = _main_frame()
-        still_s = time.monotonic() - self._since
-        waits = still_s >= settled_s and _is_waiting(frame)
-        place = _describe(frame) + (f", where it waits for {_awaited}" if _awaited else "")
+        stack = self._read()
+        still_s = self.still_s
+        waits = still_s >= settled_s and _is_waiting(stack)
+        place = _describe(stack) + (f", where it waits for {_awaited}" if _awaited else "")
         return Standing(num_agreements, still_s if waits else 0.0, place)
 
+    def _read(self) -> list[_Line]:
+        """Its lines of code, the innermost first.
 
-def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
-
-
-def waiting_limit_s() -> float:
-    """How long nothing may move before it is said who is late; 0 means for ever."""
-    text = os.environ.get("HEADWAY_WAITING_AFTER_S", "").strip()
-    try:
-        return max(0.0, float(text)) if text else WAITING_AFTER_S
-    except ValueError:
-        from headway.errors import ConfigError
-
-        raise ConfigError(
-            f"HEADWAY_WAITING_AFTER_S: {text!r} is not a number of seconds; allowed: 0 (never) "
-            "and up"
-        ) from None
+        Not by way of frame objects: to make those of a thread that runs is a race in Python 3.11,
+        where a garbage collection in between lets it run on, and a crash of the process.
+        """
+        self._dump.seek(0)
+        self._dump.truncate()
+        faulthandler.dump_traceback(self._dump, all_threads=True)
+        self._dump.seek(0)
+        return _parse(self._dump.read().decode(), threading.main_thread().ident or 0)
 
 
-def _is_waiting(frame: FrameType | None) -> bool:
+class _Line(NamedTuple):
+    file: str
+    number: str
+    function: str
+
+
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_LINE = re.compile(r'  File "(.*)", line (\S+) in (.*)')
+
+
+def _parse(dump: str, thread_id: int) -> list[_Line]:
+    """The lines of one thread, out of what faulthandler writes of all."""
+    lines, is_asked = [], False
+    for text in dump.splitlines():
+        if header := _THREAD.match(text):
+            is_asked = int(header[1], 16) == thread_id
+        elif is_asked and (line := _LINE.fullmatch(text)):
+            lines.append(_Line(*line.groups()))
+    return lines
+
+
+def _open_scratch() -> BinaryIO:
+    """A file that needs no disk, where the system has such."""
+    if sys.platform == "linux":
+        return open(os.memfd_create("headway-stacks"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
+def _is_waiting(stack: list[_Line]) -> bool:
     """In torch itself; or in a save, whose own thread is the one that waits."""
-    if frame is None or _is_inside(frame, "torch"):
-        return True
-    while frame is not None:
-        if _is_inside(frame, "headway/checkpoint"):
-            return True
-        frame = frame.f_back
-    return False
+    return (
+        not stack
+        or _is_inside(stack[0], "torch")
+        or any(_is_inside(line, "headway/checkpoint") for line in stack)
+    )
 
 
-def _describe(frame: FrameType | None) -> str:
-    inner = frame
-    while frame is not None and (_is_inside(frame, "torch") or _is_standard(frame)):
-        frame = frame.f_back
-    frame = frame or inner
-    if frame is None:
+def _describe(stack: list[_Line]) -> str:
+    if not stack:
         return "an unknown place"
-    code = frame.f_code
-    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"[-_LONGEST_PLACE:]
+    others = (line for line in stack if not (_is_inside(line, "torch") or _is_standard(line)))
+    line = next(others, stack[0])
+    return f"{line.file}:{line.number} in {line.function}"[-_LONGEST_PLACE:]
 
 
-def _is_inside(frame: FrameType, package: str) -> bool:
-    return f"/{package}/" in Path(frame.f_code.co_filename).as_posix()
+def _is_inside(line: _Line, package: str) -> bool:
+    return f"/{package}/" in Path(line.file).as_posix()
 
 
-def _is_standard(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return name.startswith("<") or (
-        name.startswith(_standard_library()) and "site-packages" not in name
+def _is_standard(line: _Line) -> bool:
+    return line.file.startswith("<") or (
+        line.file.startswith(_standard_library()) and "site-packages" not in line.file
     )
 
 

@@ -27,13 +27,12 @@ from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
+from headway.dist.env import frozen_limit_s, waiting_limit_s
 from headway.dist.exits import code_for_torchrun, note_exit
 from headway.dist.processes import ProcessIdentity, State, look_at
-from headway.dist.waiting import MainThread, decode, find_late, waiting_limit_s
+from headway.dist.waiting import MainThread, decode, find_late
 
 BEAT_S = 1.0
-FROZEN_AFTER_S = 20.0
-"""A rank that gave no sign for so long counts as frozen; HEADWAY_FROZEN_AFTER_S, 0 = never."""
 SILENT_AFTER_S = 4.0
 """The same when a connection was lost, so that one of those who cannot be seen must be gone."""
 GRACE_S = 3.0
@@ -93,6 +92,7 @@ class Watch:
         self._known = threading.Event()
         self._over = threading.Event()
         self._suspicious = self._leaving = self._out = False
+        self._num_runs, self._keeper_left_at = 0, 0.0
         self._last_contact = self._last_look = time.monotonic()
         self._num_agreements, self._moved_at = 0, time.monotonic()
         self._tell_after_s = self._waiting_after_s
@@ -116,6 +116,15 @@ class Watch:
         for thread in self._threads:
             thread.start()
 
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Around what all ranks begin and end together."""
+        self._num_runs += 1
+        try:
+            yield
+        finally:
+            self._num_runs -= 1
+
     def come(self) -> None:
         """This rank has come to an agreement of all ranks, and waits there for the others."""
         self._num_agreements += 1
@@ -135,7 +144,8 @@ class Watch:
         """After a connection was lost: who is gone. None when all give signs of life."""
         self._out = self._suspicious = True
         self._requests.put(None)
-        self._known.wait(limit_s)
+        if not self._over.is_set():
+            self._known.wait(limit_s)
         return self.failure
 
     def is_first(self, text: str) -> bool:
@@ -177,16 +187,29 @@ class Watch:
     def wait_until_known(self) -> None:
         """Where this process holds the store: let the others read of a failure before it ends."""
         if self._keeper_rank == self.rank and self.failure is not None:
-            deadline = time.monotonic() + _ANSWER_S
-            while time.monotonic() < deadline:
-                if (self._ask(lambda: self._store.add("seen", 0)) or 0) >= self.world_size:
-                    return
-                time.sleep(0.05)
+            self._wait(self._is_known, _ANSWER_S)
+
+    def take_leave(self) -> None:
+        """Where this process holds the store: let the others know that it ends, and is not lost.
+
+        Those whose run is not over yet get some time to end it.
+        """
+        if self._keeper_rank == self.rank and self.failure is None:
+            self.leave()
+            self._ask(lambda: self._store.set(f"left/{self.rank}", b"1"))
+            limit_s = LAST_S + _ANSWER_S
+            self._wait(lambda: self.failure is not None or self._is_known(), limit_s)
+
+    def _wait(self, is_so: Callable[[], bool], limit_s: float) -> None:
+        """Until the talking thread finds something to be so, or finds nothing any more."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and not self._over.is_set():
+            if self._ask(is_so) or not self._threads[0].is_alive():
+                return
+            time.sleep(0.05)
 
     def stop(self, *, ended_well: bool = True) -> None:
         """End the watch. `ended_well`: the others need not look for this rank."""
-        if self._over.is_set():
-            return
         self.leave()
         if ended_well:
             self._ask(lambda: self._store.set(f"left/{self.rank}", b"1"))
@@ -252,8 +275,12 @@ class Watch:
         limit_s = self._waiting_after_s
         if not limit_s:
             return str(count).encode()
-        self._main.look()
-        if time.monotonic() - self._moved_at < limit_s:
+        unmoved_s = time.monotonic() - self._moved_at
+        if unmoved_s < 2 * BEAT_S:
+            self._main.note_move()
+        else:
+            self._main.look()
+        if unmoved_s < limit_s:
             return str(count).encode()
         standing = self._main.stand(self._num_agreements, 2 * BEAT_S)
         return f"{count} {standing.encode()}".encode()
@@ -283,6 +310,8 @@ class Watch:
         if self.failure is None and self._store.check(["failure"]):
             self._learn(_read(self._store.get("failure")))
         now = time.monotonic()
+        if self.failure is None and self._keeper_leaves(now):
+            return
         if now - self._last_look > 3 * BEAT_S:
             # This process itself stood still (a suspended machine, a stopped job): its notes of
             # when others gave a sign are worth nothing.
@@ -299,6 +328,31 @@ class Watch:
                 self._post(failure)
                 return
         self._look_for_late_ranks(now)
+
+    def _keeper_leaves(self, now: float) -> bool:
+        """Whether the rank that holds the store has ended well: the watch is over without it.
+
+        While this rank's run goes on it is missed, since all ranks end a run together.
+        """
+        keeper = self._keeper_rank
+        if keeper in (None, self.rank) or not self._store.check([f"left/{keeper}"]):
+            return False
+        self._keeper_left_at = self._keeper_left_at or now
+        if self._num_runs:
+            if self._suspicious or now - self._keeper_left_at > LAST_S:
+                self._post(Failure(keeper, "it ended before the others"))
+            return False
+        self._store.set(f"knows/{self.rank}", b"1")
+        self._over.set()
+        return True
+
+    def _is_known(self) -> bool:
+        """Whether all ranks that are still there know of the end."""
+        return all(
+            self._store.check([f"knows/{number}"]) or self._store.check([f"left/{number}"])
+            for number in range(self.world_size)
+            if number != self.rank
+        )
 
     def _judge(self, number: int, sign: bytes, now: float) -> Failure | None:
         process = self._members[number]
@@ -347,7 +401,7 @@ class Watch:
         if self.failure is not None:
             return
         self._note(failure)
-        self._store.add("seen", 1)
+        self._store.set(f"knows/{self.rank}", b"1")
         text = failure.describe(self.world_size)
         # A mistake of the user's is told where it is caught, in the words of the command line.
         if failure.kind != "mistake" and self._claim(text):
@@ -392,20 +446,6 @@ class Watch:
                 code = 2 if failure.kind == "mistake" else 1
                 told = failure.describe(self.world_size)
                 end_process(code, told, victim=failure.rank != self.rank)
-
-
-def frozen_limit_s() -> float:
-    """How long a rank may give no sign of life; 0 means for ever."""
-    text = os.environ.get("HEADWAY_FROZEN_AFTER_S", "").strip()
-    try:
-        return max(0.0, float(text)) if text else FROZEN_AFTER_S
-    except ValueError:
-        from headway.errors import ConfigError
-
-        raise ConfigError(
-            f"HEADWAY_FROZEN_AFTER_S: {text!r} is not a number of seconds; allowed: 0 (never) and "
-            "up"
-        ) from None
 
 
 def say(text: str, kind: str = "error") -> None:

@@ -6,14 +6,8 @@ import threading
 
 import pytest
 
-from headway.dist.waiting import (
-    MainThread,
-    Standing,
-    awaiting,
-    decode,
-    find_late,
-    waiting_limit_s,
-)
+from headway.dist.env import waiting_limit_s
+from headway.dist.waiting import MainThread, Standing, awaiting, decode, find_late
 from headway.errors import ConfigError
 
 OUTSIDE = 0.0

@@ -140,8 +140,13 @@ class Patrol:
             # What ranks asked in an earlier run of this process is over.
             self._answered = self._judged = self._watch.count_up(_ROUND, 0) or 0
             self._acted = self._answered
+        num_moves = -1
         while not over.wait(self._turn_s):
-            self._main.look()
+            before, num_moves = num_moves, self._progress.num_moves
+            if num_moves == before:
+                self._main.look()
+            else:
+                self._main.note_move()
             status = self._progress.look(4 * self._turn_s + _TURN_S, self._main.still_s)
             if self._watch is None:
                 self._decide_alone(status)
