@@ -47,11 +47,17 @@ def build_named(
                 "default_dtype='bfloat16'"
             )
         return _make(args, StochasticAdamW, groups, {**adam, **given})
+    stands_still = name == "sgd" and _stands_still_fused(groups)
     if not {"foreach", "fused", "capturable"} & given.keys():
         # With momentum torch's fused SGD needs a buffer of every parameter from the first step on:
         # one that is thawed later has none.
-        plain_only = name == "sgd" and (sparse or _is_sharded(groups) or given.get("momentum"))
-        given["fused"] = fused and not plain_only
+        plain_only = sparse or _is_sharded(groups) or given.get("momentum") or stands_still
+        given["fused"] = fused and not (name == "sgd" and plain_only)
+    if given.get("fused") and stands_still:
+        raise ConfigError(
+            "optim_args: fused=True with optim='sgd' changes no weights in half precision on a CPU "
+            "(a fault of torch); leave fused out"
+        )
     classes: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
         "adamw": (torch.optim.AdamW, adam),
         "adam": (torch.optim.Adam, adam),
@@ -97,6 +103,15 @@ def _can_fuse(groups: Sequence[Group]) -> bool:
     non-finite step without asking the host."""
     parameters = [parameter for group in groups for _, parameter in group.members]
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
+
+
+def _stands_still_fused(groups: Sequence[Group]) -> bool:
+    """Whether torch's fused SGD would pass over weights: pytorch#191763, without a word."""
+    return any(
+        p.device.type == "cpu" and p.dtype in (torch.bfloat16, torch.float16)
+        for group in groups
+        for _, p in group.members
+    )
 
 
 def _is_sharded(groups: Sequence[Group]) -> bool:

@@ -525,3 +525,24 @@ def test_the_size_of_low_bit_states_can_be_told_without_values():
     tables_and_scales = 2 * (256 * 4 + 256 * 4) + 4
     found = _optimizer_bytes(build(model, optim="adamw_8bit"))
     assert found == 2 * 256 * 256 + tables_and_scales
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("optim", ["adamw", "adam", "sgd"])
+def test_weights_of_every_dtype_move(optim, dtype):
+    """torch's fused SGD passes over half precision on a CPU."""
+    model = nn.Linear(64, 64).to(dtype)
+    before = [weight.detach().clone() for weight in model.parameters()]
+    optimizer = build(model, optim=optim, learning_rate=0.1)
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    for weight, then in zip(model.parameters(), before):
+        assert (weight != then).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_sgd_that_would_stand_still_is_refused(dtype):
+    with pytest.raises(ConfigError, match=r"fused=True .* leave fused out"):
+        build(nn.Linear(8, 8).to(dtype), optim="sgd", optim_args={"fused": True})
+    build(nn.Linear(8, 8), optim="sgd", optim_args={"fused": True})
