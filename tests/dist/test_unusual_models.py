@@ -123,23 +123,34 @@ def weights(trainer: Any) -> dict[str, Tensor]:
     }
 
 
-def trained(kind: str, folder: str, size: int) -> dict[str, Tensor]:
+def trained(kind: str, folder: str, size: int, **options: Any) -> dict[str, Tensor]:
     # By plain descent: for FSDP2 a parameter that nobody used has a gradient of zero, and not none.
-    settings = {"optim": "sgd", "learning_rate": 0.5}
+    settings = {"optim": "sgd", "learning_rate": 0.5, **options}
     trainer = make(kind, folder, Mixture, per_device_train_batch_size=size, **settings)
     trainer.train()
     return weights(trainer)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.distributed.fsdp.FSDPModule, "set_reduce_scatter_unused_params"),
-    reason="this torch has no way to reduce what a rank did not use",
-)
 def test_experts_that_only_one_rank_uses_train_under_fsdp2(tmp_path):
     alone = trained("single", str(tmp_path / "one"), 2)
     for found in run_ranks(trained, 2, "fsdp2", str(tmp_path / "two"), 1, timeout_s=120):
         for name, wanted in alone.items():
             torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_experts_used_in_other_micro_batches_train_where_gradients_are_summed_in_another_dtype(
+    tmp_path,
+):
+    """Some gradients of a group are sums in float32 then, others are new and in bfloat16."""
+    precision = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
+    options = {"gradient_accumulation_steps": 2, "fsdp2": precision}
+    before = dict(Mixture().named_parameters())
+    alone = trained("single", str(tmp_path / "one"), 4)
+    found = run_ranks(trained, 2, "fsdp2", str(tmp_path / "two"), 1, timeout_s=120, **options)
+    for weights_of_rank in found:
+        for name, wanted in alone.items():
+            moved = (wanted - before[name]).norm()
+            assert (weights_of_rank[name] - wanted).norm() <= 0.05 * moved + 1e-4, name
 
 
 class Disabled(TrainerCallback):

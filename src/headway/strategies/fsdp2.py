@@ -44,6 +44,7 @@ from headway.strategies.ranked import (
 )
 from headway.strategies.source import ModelSource
 from headway.strategies.spread import fill_shards, plan_streaming, same_on_all_ranks
+from headway.strategies.unused import reduce_unused
 
 _DTYPES = {
     **dict.fromkeys(("float32", "fp32"), torch.float32),
@@ -139,11 +140,7 @@ class FullyShardedStrategy(RankedStrategy):
             **common,
         )
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        reduce_all = getattr(model, "set_reduce_scatter_unused_params", None)
-        if callable(reduce_all):
-            # A parameter that this rank has no gradient of may have one elsewhere; torch would
-            # otherwise add up gradients of different parameters. (Since torch 2.13.)
-            reduce_all(True)
+        reduce_unused(model)
         for module in self._sharded:
             # Shares of the loss add up to the global mean, so their gradients are summed. gloo
             # has no other operation that does not divide.

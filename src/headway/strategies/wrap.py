@@ -36,6 +36,7 @@ from headway.strategies.deepspeed import (
     require_deepspeed,
 )
 from headway.strategies.spread import same_on_all_ranks
+from headway.strategies.unused import reduce_unused
 
 logger = logging.getLogger(__name__)
 
@@ -248,6 +249,7 @@ def _wrap_fsdp(
         # On the root alone: a block's output is the next block's input.
         options["mp_policy"] = MixedPrecisionPolicy(dtype, reduce_dtype, torch.float32)
     fully_shard(model, **options)
+    reduce_unused(model)
     for buffer in model.buffers():
         if not buffer.is_meta:
             buffer.data = buffer.data.to(ctx.device)

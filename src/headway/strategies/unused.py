@@ -1,0 +1,63 @@
+"""Parameters that a rank under FSDP2 did not use in a step, while others may have.
+
+Owns: that they are reduced with zeros in their place. Does not own: sharding itself (fsdp2.py).
+
+Left to itself, torch reduces what a rank has gradients of, and so adds up gradients of different
+parameters where ranks have different ones. From 2.13 on it can be told to put zeros there, but then
+fails where gradients were summed over micro-batches in another dtype; so it is not told.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def reduce_unused(model: nn.Module) -> None:
+    """Have all parameters of a sharded model reduced, by all ranks alike."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups_of(module._get_fsdp_state()):
+                _fill_before_reduction(group)
+
+
+def _groups_of(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is None:  # before torch 2.13
+        several = [state._fsdp_param_group]
+    return [group for group in several if group is not None]
+
+
+def _fill_before_reduction(group: Any) -> None:
+    """Give a group zeros before it looks for gradients.
+
+    It looks once in a backward pass, at the end of it where the group was not used at all.
+    """
+    plain = group.post_backward
+
+    def post_backward(*unused: Any) -> Any:
+        if group.reduce_grads:
+            # Not made before the first forward pass through the group.
+            made = [one for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
+            _fill([one for one in made if one.unsharded_param.requires_grad])
+        return plain(*unused)
+
+    group.post_backward = post_backward
+
+
+def _fill(parameters: list[Any]) -> None:
+    # Sums over earlier micro-batches have the dtype of the reduction, and a group has one dtype.
+    summed = any(one.unsharded_accumulated_grad is not None for one in parameters)
+    for one in parameters:
+        if summed and one.unsharded_accumulated_grad is None:
+            one.to_accumulated_grad_if_needed()
+        if one.unsharded_accumulated_grad is not None or one.unsharded_param.grad is not None:
+            continue
+        if summed:
+            zeros = torch.zeros_like(one.unsharded_param, dtype=one.reduce_dtype)
+            one.unsharded_accumulated_grad = zeros
+        else:
+            one.unsharded_param.grad = torch.zeros_like(one.unsharded_param)
