@@ -35,10 +35,13 @@ class RunPlan:
     """Tokens of a full optimizer step, where every sample has one length."""
     expected_tokens: int | None = None
     """Tokens of the whole run: the budget, or what the expected steps come to."""
+    epochs: float | None = None
+    """The run's length, where it is given in epochs."""
 
     def change_length(self, max_steps: int, loader: WindowLoader) -> None:
         """Have the run end after other steps than planned; only where it counts steps."""
         self.max_steps = self.expected_steps = self.length.max_steps = max_steps
+        self.epochs = None
         if self.expected_tokens is not None and self.tokens_per_step is not None:
             self.expected_tokens = _count_tokens(
                 loader, max_steps, self.steps_per_epoch, self.tokens_per_step
@@ -47,11 +50,13 @@ class RunPlan:
     def describe(self, state: TrainerState, args: TrainingArguments) -> None:
         """Show the plan in the state, in the terms Hugging Face's callbacks read."""
         state.max_steps = self.expected_steps or 0
-        state.num_train_epochs = (
-            args.num_train_epochs
-            if self.expected_steps is None
-            else math.ceil(self.expected_steps / self.steps_per_epoch)
-        )
+        if self.expected_steps is None:
+            state.num_train_epochs = args.num_train_epochs
+        elif self.epochs is not None:
+            # Not by the steps: those before a resume may have had another size.
+            state.num_train_epochs = math.ceil(self.epochs)
+        else:
+            state.num_train_epochs = math.ceil(self.expected_steps / self.steps_per_epoch)
         state.logging_steps = self.log_trigger.period_steps
         state.eval_steps = self.eval_trigger.period_steps
         state.save_steps = self.save_trigger.period_steps
@@ -118,7 +123,8 @@ def plan_run(
     steps_per_epoch = steps_per_epoch or args.epoch_train_steps
     train_for = Duration.parse(args.train_for) if args.train_for is not None else None
     stop_at = Duration.parse(args.stop_at) if args.stop_at is not None else None
-    max_steps = _max_steps(args, train_for, steps_per_epoch, loader, done)
+    epochs = _epochs(args, train_for)
+    max_steps = _max_steps(args, train_for, epochs, steps_per_epoch, loader, done)
     expected, tokens = max_steps, None
     step_tokens = _step_tokens(args, loader, world_size)
     if train_for is not None and train_for.unit == "tokens":
@@ -148,6 +154,7 @@ def plan_run(
         ),
         tokens_per_step=step_tokens,
         expected_tokens=tokens,
+        epochs=epochs,
     )
 
 
@@ -171,21 +178,24 @@ def _count_tokens(
     return round(epochs * loader.deal.usable(loader.num_samples) * length) + rest * step_tokens
 
 
+def _epochs(args: TrainingArguments, train_for: Duration | None) -> float | None:
+    """The epochs that a run is to have, where nothing else says how long it is."""
+    if train_for is not None:
+        return train_for.value if train_for.unit == "epochs" else None
+    return args.num_train_epochs if args.max_steps <= 0 else None
+
+
 def _max_steps(
     args: TrainingArguments,
     train_for: Duration | None,
+    epochs: float | None,
     steps_per_epoch: int,
     loader: WindowLoader,
     done: Progress | None,
 ) -> int | None:
-    epochs = args.num_train_epochs
-    if train_for is not None:
-        if train_for.unit == "steps":
-            return int(train_for.value)
-        if train_for.unit != "epochs":
-            return None
-        epochs = train_for.value
-    elif args.max_steps > 0:
+    if epochs is None:
+        if train_for is not None:
+            return int(train_for.value) if train_for.unit == "steps" else None
         return args.max_steps
     window, samples = loader.deal.window_samples, loader.num_samples
     if done is None or done.samples_per_step == window or not samples:

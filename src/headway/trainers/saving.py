@@ -403,16 +403,20 @@ class Saver:
         trainer, step = self._trainer, self._trainer.state.global_step
         assert trainer.strategy is not None
         self.settle()
-        if any(c.step == step and c.kind == "training" for c in self.manager.list()):
-            logger.info("save_on_error: step %d is saved already", step)
-            return
+        saved = any(c.step == step and c.kind == "training" for c in self.manager.list())
         broken = [
             name
             for name, value in trainer.strategy.unwrap().named_parameters()
             if not bool(value.isfinite().all())
         ]
-        if broken:
-            logger.error("save_on_error: not saved, %s is not finite", broken[0])
+        # Ranks may hold other parameters, and a save takes all ranks or none.
+        found = trainer.strategy.agree(saved | bool(broken) << 1)
+        if found & 1:
+            logger.info("save_on_error: step %d is saved already", step)
+            return
+        if found:
+            name = broken[0] if broken else "a parameter of another rank"
+            logger.error("save_on_error: not saved, %s is not finite", name)
             return
         self.save(None)
         self.deliver()

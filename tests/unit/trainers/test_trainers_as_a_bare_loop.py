@@ -206,3 +206,4 @@ def test_epochs_stay_epochs_where_a_resume_has_another_batch(tmp_path, batch, st
     assert again.state.epoch == pytest.approx(3.0 if train_for is None else 2.5)
     left = (3.0 if train_for is None else 2.5) - stop_at / 4
     assert again.state.global_step == stop_at + left * 16 / batch
+    assert again.state.num_train_epochs == 3  # as HF counts: whole ones
