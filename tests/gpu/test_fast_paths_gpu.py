@@ -16,6 +16,9 @@ from torch import nn
 from headway import Trainer, TrainingArguments
 from headway.models import Decoder, DecoderConfig
 from headway.models.kernels.cross_entropy import can_use_kernel, cross_entropy_
+from headway.models.kernels.linear import cast_again
+from headway.models.kernels.scaling import scale_
+from headway.testing import tiny_dataset
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +59,25 @@ def test_the_loss_kernel_lets_no_damage_pass() -> None:
     rows = logits[:1].expand(4, -1)
     losses = cross_entropy_(rows, labels, ignored=-100, with_grads=False)
     assert losses.isfinite().tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 77, 4096 * 1000 + 8])
+def test_values_are_scaled_to_the_bit(dtype: torch.dtype, size: int) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(size, device="cuda").to(dtype)
+    factor = torch.tensor(0.1234567, device="cuda")
+    wanted = (values.float() * factor).to(dtype)
+    assert torch.equal(scale_(values, factor), wanted)
+
+
+@pytest.mark.parametrize("rows", [(768, 128, 128), (2048, 2048), (100,), (3, 5, 7)])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_weights_are_cast_to_the_bit(rows: tuple[int, ...], given: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(size, 256, device="cuda").to(given) for size in rows]
+    wanted = torch.cat(weights).bfloat16()
+    assert torch.equal(cast_again(weights, torch.bfloat16), wanted)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -246,3 +268,33 @@ def test_a_layer_with_a_hook_is_called_by_itself_in_a_compiled_block() -> None:
     assert isinstance(attention.k_proj, nn.Linear)
     found = model(torch.arange(32, device="cuda")[None]).logits
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+def test_a_compiled_run_evaluates_as_an_eager_one(scope: str, tmp_path: Path) -> None:
+    """Without gradients the compiler makes other graphs of the same blocks."""
+    config = DecoderConfig(
+        vocab_size=512, hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=64
+    )
+
+    def eval_losses(folder: str, **options: Any) -> list[float]:
+        torch.manual_seed(0)
+        data = tiny_dataset(64, sequence_length=64)
+        trainer = Trainer(
+            args=TrainingArguments(
+                output_dir=str(tmp_path / folder), max_steps=4, per_device_train_batch_size=8,
+                eval_strategy="steps", eval_steps=2, logging_steps=1, save_strategy="no",
+                mixed_precision="bf16", seed=0, **options,
+            ),
+            model=Decoder(config),
+            train_dataset=data,
+            eval_dataset=data,
+            default_callbacks=False,
+        )  # fmt: skip
+        trainer.train()
+        return [r["eval_loss"] for r in trainer.state.log_history if "eval_loss" in r]
+
+    plain = eval_losses("plain")
+    compiled = eval_losses("compiled", torch_compile=True, torch_compile_scope=scope)
+    assert len(plain) == 2
+    assert compiled == pytest.approx(plain, rel=1e-2)

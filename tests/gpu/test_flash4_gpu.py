@@ -47,8 +47,9 @@ def test_the_operation_equals_sdpa(dtype, length, heads, kv_heads, width):
     )
     for one, other in pairs:
         assert one.shape == other.shape and one.dtype == dtype
-        # Rounded in between: to the largest value, since many are sums of values near it.
-        assert (one.float() - other).abs().max() < 0.02 * other.abs().max()
+        # Rounded in between: to the largest value, since many are sums of values near it. Of a
+        # single position, gradients of queries and keys are nothing but that.
+        assert (one.float() - other).abs().max() < 0.02 * other.abs().max() + 1e-5
 
 
 def change(folder, config=CONFIG, **options):
@@ -142,5 +143,5 @@ def test_generation_after_such_a_run(tmp_path):
     plain = Decoder(CONFIG).cuda()
     plain.load_state_dict(trainer.model.state_dict())
     with torch.autocast("cuda", torch.bfloat16):
-        found = trainer.model.eval().generate(ids, max_new_tokens=8)
-        assert torch.equal(found, plain.eval().generate(ids, max_new_tokens=8))
+        found = trainer.model.eval().generate(ids, max_new_tokens=8, do_sample=False)
+        assert torch.equal(found, plain.eval().generate(ids, max_new_tokens=8, do_sample=False))

@@ -128,10 +128,23 @@ _PRODUCTS_IN_FEW_BITS = ("FakeQuantizedLinear", "Float8Linear")
 
 def _never_draws(module: nn.Module) -> bool:
     """Whether it is known to use no random numbers of its own, `config.dropout` aside."""
-    kind = type(module)  # sharding makes a subclass of each, with the same forward
+    kind = type(module)
     own = (DecoderLayer, Attention, GatedMLP, RMSNorm, nn.Linear, nn.ModuleList)
-    is_own = kind.forward in [one.forward for one in own] or kind.__name__ in _PRODUCTS_IN_FEW_BITS
-    return is_own and "forward" not in module.__dict__
+    # Sharding makes a class of each, with hooks that gather weights.
+    sharded = any(kind.__name__ == f"FSDP{one.__name__}" and one in kind.__bases__ for one in own)
+    if not (kind in own or sharded or kind.__name__ in _PRODUCTS_IN_FEW_BITS):
+        return False
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    if any(not getattr(hook, "__module__", "").startswith("torch.distributed.") for hook in hooks):
+        return False
+    return "forward" not in module.__dict__ or hasattr(module.forward, "adds_nothing")
+
+
+def draws_numbers(block: nn.Module) -> bool:
+    """Whether a block may use random numbers; of what is not the decoder's own nobody knows."""
+    if not isinstance(block, DecoderLayer) or block.dropout > 0:
+        return True
+    return not all(map(_never_draws, block.modules()))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -226,8 +239,7 @@ class DecoderStack(nn.Module):
 
     def note_draws(self) -> None:
         """Find out whether blocks draw random numbers."""
-        own = all(map(_never_draws, self.layers.modules()))
-        self._draws = self.config.dropout > 0 or not own
+        self._draws = any(map(draws_numbers, self.layers))
 
     def _check(self, length: int, device: torch.device) -> None:
         if length > self.config.max_seq_len:

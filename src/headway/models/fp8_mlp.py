@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headway.models.kernels import HAS_TRITON
+from headway.models import kernels
 from headway.models.kernels.swiglu_fp8 import grad_cast, grad_peaks, product_cast, product_peaks
 from headway.models.norm import compute_dtype
 from headway.models.projections import does_no_more, is_compiled_here
@@ -48,7 +48,7 @@ def _in_multiples(num_tokens: int, *layers: nn.Module) -> bool:
 
 def _takes_kernels(x: Tensor) -> bool:
     # Not compiled, the casts around the kernels would cost more than these save.
-    return HAS_TRITON and x.is_cuda and is_compiled_here()
+    return kernels.HAS_TRITON and x.is_cuda and is_compiled_here()
 
 
 def _is_float8(layer: nn.Module) -> bool:

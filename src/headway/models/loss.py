@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headway.models.config import default_chunk_tokens
 from headway.models.kernels.cross_entropy import can_use_kernel, cross_entropy_
+from headway.models.kernels.scaling import scale_
 from headway.models.norm import compute_dtype
 
 IGNORED_LABEL = -100
@@ -118,8 +119,7 @@ class _HeadPass:
     ) -> None:
         self.dtype = hidden_ND.dtype
         self.hidden_ND, self.labels_N = hidden_ND, labels_N
-        sum_dtype = _sum_dtype(self.dtype)
-        self.total = torch.zeros((), dtype=sum_dtype, device=hidden_ND.device)
+        self.sum_dtype = sum_dtype = _sum_dtype(self.dtype)
         self.grad_hidden = torch.empty_like(hidden_ND) if wanted[0] else None
         # Half precision would lose small terms over many chunks.
         self.grad_weight = torch.zeros_like(weight_VD, dtype=sum_dtype) if wanted[1] else None
@@ -129,13 +129,14 @@ class _HeadPass:
         with torch.no_grad(), _without_autocast(hidden_ND.device.type):
             self.weight_VD = weight_VD.detach().to(self.dtype)
             self.bias_V = None if bias_V is None else bias_V.detach().to(self.dtype)
-            for span in _spans(hidden_ND.shape[0], chunk):
-                self._add(span, any(wanted))
+            spans = list(_spans(hidden_ND.shape[0], chunk)) or [slice(0, 0)]
+            self.total = torch.cat([self._add(span, any(wanted)) for span in spans]).sum()
         del self.weight_VD, self.bias_V, self.hidden_ND, self.labels_N
 
-    def _add(self, span: slice, with_grads: bool) -> None:
+    def _add(self, span: slice, with_grads: bool) -> Tensor:
+        """Add a chunk's gradients, and tell the loss of each of its tokens."""
         hidden_CD, labels_C = self.hidden_ND[span], self.labels_N[span]
-        ignored_C = labels_C == IGNORED_LABEL
+        ignored_C: Tensor | None = None
         # Rounded as the head's own logits are under autocast.
         logits_CV = F.linear(hidden_CD, self.weight_VD, self.bias_V)
         if can_use_kernel(logits_CV):
@@ -144,27 +145,42 @@ class _HeadPass:
             )
             grad_CV = logits_CV if with_grads else None
         else:
+            ignored_C = labels_C == IGNORED_LABEL
             losses_C, grad_CV = self._loss_and_grads(logits_CV, labels_C, ignored_C, with_grads)
         del logits_CV
-        self.total += losses_C.sum()
-        if grad_CV is None:
-            return
-        # Ignored rows are struck from the narrow operands; striking [C, V] would cost a full pass.
-        ignored_C1 = ignored_C.unsqueeze(1)
+        if grad_CV is not None:
+            self._add_grads(span, hidden_CD, grad_CV, ignored_C)
+        return losses_C
+
+    def _add_grads(
+        self, span: slice, hidden_CD: Tensor, grad_CV: Tensor, ignored_C: Tensor | None
+    ) -> None:
+        """From the gradients of logits; `ignored_C`: rows of them that must not count, if any.
+
+        The kernel's are nothing in ignored rows. Times a hidden state that is no number they are
+        none either, as in torch's own loss.
+        """
         if self.grad_hidden is not None:
-            out_CD = self.grad_hidden[span]
-            torch.mm(grad_CV, self.weight_VD, out=out_CD).masked_fill_(ignored_C1, 0.0)
+            torch.mm(grad_CV, self.weight_VD, out=self.grad_hidden[span])
+        if ignored_C is not None:
+            # Struck from the narrow operands; striking rows of [C, V] would cost a full pass.
+            hidden_CD = hidden_CD.masked_fill(ignored_C.unsqueeze(1), 0.0)
+            if self.grad_hidden is not None:
+                self.grad_hidden[span].masked_fill_(ignored_C.unsqueeze(1), 0.0)
         if self.grad_weight is not None:
-            _add_product(self.grad_weight, grad_CV.t(), hidden_CD.masked_fill(ignored_C1, 0.0))
+            _add_product(self.grad_weight, grad_CV.t(), hidden_CD)
         if self.grad_bias is not None:
-            self.grad_bias += (~ignored_C).to(self.dtype) @ grad_CV
+            counted_C = torch.ones_like(grad_CV[:, 0])
+            if ignored_C is not None:
+                counted_C.masked_fill_(ignored_C, 0.0)
+            self.grad_bias += counted_C @ grad_CV
 
     def _loss_and_grads(
         self, logits_CV: Tensor, labels_C: Tensor, ignored_C: Tensor, with_grads: bool
     ) -> tuple[Tensor, Tensor | None]:
         """What the kernel gives, made of torch's operations; ignored rows have a gradient here."""
         index_C1 = labels_C.masked_fill(ignored_C, 0).unsqueeze(1)
-        logp_CV = torch.log_softmax(logits_CV, -1, dtype=self.total.dtype)
+        logp_CV = torch.log_softmax(logits_CV, -1, dtype=self.sum_dtype)
         picked_C1 = logp_CV.gather(1, index_C1)
         losses_C = -picked_C1.squeeze(1).masked_fill(ignored_C, 0.0)
         if not with_grads:
@@ -188,6 +204,25 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
+def _scaled(values: Tensor, scale: Tensor) -> Tensor:
+    """Multiplied in the dtype of `scale`, in their own place where it can be done in one pass."""
+    if can_use_kernel(values) and values.is_contiguous():
+        return scale_(values, scale)
+    return values.to(scale.dtype).mul_(scale).to(values.dtype)
+
+
+def _refuse_second_derivatives() -> None:
+    """Gradients that are made along with the loss are numbers to autograd: theirs would be nothing.
+
+    Not torch's `once_differentiable`, which lets them pass where the loss itself is the last.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "the loss in chunks has no second derivatives (create_graph=True); take them of "
+            "torch's cross_entropy over the model's logits"
+        )
+
+
 class _HeadCrossEntropy(torch.autograd.Function):
     """Summed cross entropy of the head's logits; gradients are made along with the loss."""
 
@@ -202,14 +237,17 @@ class _HeadCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N)
         ctx.chunk = chunk
-        ctx.made = _HeadPass(
+        ctx.made = made = _HeadPass(
             hidden_ND, weight_VD, bias_V, labels_N, chunk, ctx.needs_input_grad[:3]
         )
-        total: Tensor = ctx.made.total
+        total = made.total
+        # Else a loss that nobody goes back from would hold itself, and gradients, for long.
+        del made.total
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        _refuse_second_derivatives()
         (scale,) = grads
         hidden_ND, weight_VD, bias_V, labels_N = ctx.saved_tensors
         made: _HeadPass | None = ctx.made
@@ -220,9 +258,9 @@ class _HeadCrossEntropy(torch.autograd.Function):
         ctx.made = None
         grad_hidden, grad_weight, grad_bias = made.grad_hidden, made.grad_weight, made.grad_bias
         if grad_hidden is not None:
-            grad_hidden = (grad_hidden.to(scale.dtype).mul_(scale)).to(hidden_ND.dtype)
+            grad_hidden = _scaled(grad_hidden, scale)
         if grad_weight is not None:
-            grad_weight = grad_weight.mul_(scale).to(weight_VD.dtype)
+            grad_weight = _scaled(grad_weight, scale).to(weight_VD.dtype)
         if grad_bias is not None and bias_V is not None:
             grad_bias = grad_bias.mul_(scale).to(bias_V.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None
@@ -261,6 +299,7 @@ class _LogitsCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        _refuse_second_derivatives()
         (scale,) = grads
         logits_NV, labels_N, lse_N = ctx.saved_tensors
         grad_NV = torch.empty_like(logits_NV)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headway.models.kernels import HAS_TRITON
+from headway.models import kernels
 from headway.models.kernels.linear import joined_linear
 from headway.models.norm import compute_dtype
 
@@ -20,14 +20,18 @@ from headway.models.norm import compute_dtype
 def joins(x: Tensor, *layers: nn.Module) -> bool:
     """Whether these linear layers are worth joining, and do nothing that would be passed over."""
     return (
-        HAS_TRITON
-        and x.is_cuda
+        _has_kernels(x)
         and x.dtype != torch.float64
         and is_compiled_here()
         and all(map(is_plain_linear, layers))
-        and all(layer.weight.dtype in (x.dtype, torch.float32) for layer in layers)
+        and layers[0].weight.dtype in (x.dtype, torch.float32)
+        and all(layer.weight.dtype == layers[0].weight.dtype for layer in layers)
         and len({layer.bias is None for layer in layers}) == 1
     )
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return kernels.HAS_TRITON and x.is_cuda
 
 
 def is_compiled_here() -> bool:

@@ -26,6 +26,7 @@ from headway.config.rules_values import GRAPH_MODES
 from headway.errors import ConfigError, unknown
 from headway.models.cache import KVCache
 from headway.models.decoder import Decoder
+from headway.models.kernels import triton_works
 from headway.strategies.blocks import search_blocks
 from headway.strategies.forwards import forward_of, leave_out_cache, stand_in
 
@@ -105,13 +106,21 @@ class CompileOptions:
             maybe_warm_pool()
 
 
-def compile_module(module: nn.Module, options: CompileOptions, *, is_part: bool = False) -> None:
+def compile_module(
+    module: nn.Module,
+    options: CompileOptions,
+    *,
+    is_part: bool = False,
+    device: torch.device | None = None,
+) -> None:
     """Compile a model, or a part of one, in place, to be done at its first call.
 
     Of a part only blocks are compiled, whatever the scope; one without any, such as a pipeline's
-    last stage, is left as it is.
+    last stage, is left as it is. `device`: where the model will run.
     """
     leave_out_cache(module)
+    if device is not None and device.type == "cuda":
+        triton_works()  # graphs that are made only see what is known by then
     by_block = is_part or options.scope == BLOCKS
     blocks = [block for _, block in search_blocks(module)] if by_block else []
     if not blocks:
@@ -123,11 +132,18 @@ def compile_module(module: nn.Module, options: CompileOptions, *, is_part: bool 
                 type(module).__name__,
             )
         blocks = [_find_whole(module, options)]
+    elif isinstance(module, Decoder) and device is not None and device.type == "cuda":
+        # Many small passes on a GPU without a compiler; on a CPU compiling it takes longer. Only
+        # in training: sampling would have a graph for every length of a prompt.
+        norm = module.model.norm
+        stand_in(norm, _compiled(forward_of(norm), options, only_with_grads=True))
     made: dict[FunctionType, Callable[..., Any]] = {}
     for block in blocks:
         plain = forward_of(block)
         if plain not in made:
             made[plain] = _compiled(plain, options)
+            if plain is type(block).forward:
+                made[plain].adds_nothing = True  # type: ignore[attr-defined]
         stand_in(block, made[plain])
     logger.info(
         "torch_compile: %d modules, %d to compile (backend %s, mode %s)",
@@ -163,7 +179,9 @@ def _find_whole(module: nn.Module, options: CompileOptions) -> nn.Module:
     return module
 
 
-def _compiled(plain: FunctionType, options: CompileOptions) -> Callable[..., Any]:
+def _compiled(
+    plain: FunctionType, options: CompileOptions, *, only_with_grads: bool = False
+) -> Callable[..., Any]:
     compiled = torch.compile(
         _own_copy(plain),
         backend=options.backend,
@@ -174,6 +192,8 @@ def _compiled(plain: FunctionType, options: CompileOptions) -> Callable[..., Any
 
     @functools.wraps(plain)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if only_with_grads and not torch.is_grad_enabled():
+            return plain(self, *args, **kwargs)
         # A cache grows by a token per call and is another one for every layer: not worth a graph.
         if any(kwargs.get(name) is not None for name in _CACHES) or any(
             isinstance(value, KVCache) for value in args

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from headway.config.components import load_target
 from headway.errors import ConfigError, unknown
+from headway.models.decoder import draws_numbers
 from headway.models.kernels.flash4 import flash4_operation
 from headway.models.recomputed import recomputed
 from headway.strategies.blocks import search_blocks
@@ -92,7 +93,11 @@ def enable(
     made: dict[FunctionType, Callable[..., Any]] = {}
     for block in chosen:
         plain = forward_of(block)
-        stand_in(block, made.setdefault(plain, _recomputing(plain, given)))
+        if plain not in made:
+            made[plain] = _recomputing(plain, given)
+            if plain is type(block).forward:
+                made[plain].adds_nothing = True  # type: ignore[attr-defined]
+        stand_in(block, made[plain])
     logger.info("gradient_checkpointing: %s, %d of %d blocks", policy, len(chosen), len(blocks))
 
 
@@ -163,7 +168,12 @@ def _recomputing(plain: FunctionType, options: Mapping[str, Any]) -> Callable[..
     def recompute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return plain(self, *args, **kwargs)
-        return recomputed(functools.partial(plain, self), *args, **options, **kwargs)
+        given = dict(options)
+        # Saving random states takes the host longer than starting a block. Graphs save them only
+        # where they draw.
+        if not torch.compiler.is_compiling():
+            given.setdefault("preserve_rng_state", draws_numbers(self))
+        return recomputed(functools.partial(plain, self), *args, **given, **kwargs)
 
     return recompute
 

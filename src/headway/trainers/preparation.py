@@ -136,7 +136,8 @@ def _prepare(
         change()
     compiling = CompileOptions.from_args(args)
     if compiling is not None:
-        compile_module(module, compiling, is_part=args.strategy_name == "pipeline")
+        is_part = args.strategy_name == "pipeline"
+        compile_module(module, compiling, is_part=is_part, device=device)
     for part in module.modules():
         if isinstance(part, DecoderStack):
             part.prefers_flex = takes_flex(args)

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
-from headway.models.kernels import cross_entropy, rope, swiglu
+from headway.models.kernels import cross_entropy, linear, rope, scaling, swiglu
 from headway.optim import adamw_step
 
 CAPABILITIES = [80, 90]
@@ -56,6 +56,12 @@ def gate(width: int, *, dtype: torch.dtype) -> None:
     )
 
 
+def cast(*rows: int) -> None:
+    linear._cast_by_kernel(
+        [torch.zeros(size, 64) for size in rows], torch.zeros(sum(rows), 64, dtype=HALF)
+    )
+
+
 def step() -> None:
     weights = [nn.Parameter(torch.zeros(size)) for size in (5000, 7)]
     for weight in weights:
@@ -74,6 +80,9 @@ LAUNCHES: dict[str, tuple[ModuleType, Callable[[], None]]] = {
     "the smallest head": (rope, lambda: turn(1, 1, 2, dtype=WIDE, back=True)),
     "gate": (swiglu, lambda: gate(14336, dtype=HALF)),
     "gate of odd width": (swiglu, lambda: gate(1001, dtype=WIDE)),
+    "weights": (linear, lambda: cast(64, 8, 8)),
+    "one weight": (linear, lambda: cast(33)),
+    "factor": (scaling, lambda: scaling.scale_(torch.zeros(8192, dtype=HALF), torch.ones(()))),
     "step": (adamw_step, step),
 }
 

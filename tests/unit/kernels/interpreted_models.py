@@ -14,10 +14,10 @@ from torch.library import opcheck
 
 from headway.models import loss as loss_module
 from headway.models.config import DecoderConfig
-from headway.models.kernels import cross_entropy, rope, swiglu
+from headway.models.kernels import cross_entropy, linear, rope, scaling, swiglu
 from headway.models.rope import RotaryTable, apply_rope
 
-for module in (cross_entropy, rope, swiglu):
+for module in (cross_entropy, linear, rope, scaling, swiglu):
     open_kernel(module)
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -124,6 +124,37 @@ def test_the_loss_in_chunks_is_the_same_with_the_kernel(
     for found, wanted in zip(made(), plain, strict=True):
         limit = 0.02 if dtype == torch.bfloat16 else 1e-5
         assert (found - wanted).norm() <= limit * wanted.norm()
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 10001])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+def test_values_are_scaled_as_by_a_product_in_float32(size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    beside = torch.randn(size + 5).to(dtype)
+    before, values = beside.clone(), beside[:size]
+    factor = torch.tensor(0.1234567)  # many more digits than half precision has
+    assert scaling.scale_(values, factor) is values
+    # Not equal: the interpreter cuts bfloat16 off where a GPU rounds.
+    assert_near(values, before[:size].float() * factor)
+    assert torch.equal(beside[size:], before[size:])
+
+
+# -- several weights in half precision at once ------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [(3,), (40, 7), (300, 1, 90), (0, 5, 0), (64, 64, 64), (0,)])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_weights_are_cast_one_below_the_other(rows: tuple[int, ...], given: torch.dtype) -> None:
+    torch.manual_seed(0)
+    # Every second one lies in memory as a transposed matrix does.
+    weights = [
+        torch.randn(24, size).to(given).t() if n % 2 else torch.randn(size, 24).to(given)
+        for n, size in enumerate(rows)
+    ]
+    wide = torch.full((sum(rows) + 1, 24), 7.0, dtype=torch.bfloat16)
+    linear._cast_by_kernel(weights, wide[:-1])
+    assert_near(wide[:-1], torch.cat(weights))
+    assert wide[-1].eq(7.0).all()
 
 
 # -- heads out of a joined projection, turned by their positions ------------------------------

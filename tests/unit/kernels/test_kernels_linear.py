@@ -51,6 +51,23 @@ def test_frozen_weights_have_no_gradient() -> None:
     torch.testing.assert_close(x.grad, torch.cat(weights).sum(0).expand(3, 4))
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("mode", ["trained", "evaluated", "frozen"])
+def test_a_compiled_product_is_the_plain_one(number: int, bias: bool, mode: str) -> None:
+    """Without gradients the compiler calls the function in another way."""
+    torch.manual_seed(0)
+    weights = [torch.randn(4 + n, 6, requires_grad=mode == "trained") for n in range(number)]
+    shift = torch.randn(sum(weight.shape[0] for weight in weights)) if bias else None
+    x = torch.randn(2, 3, 6)
+    torch.compiler.reset()  # each case counts against the limit of the function
+    compiled = torch.compile(joined_linear, backend="aot_eager", fullgraph=True)
+    with torch.set_grad_enabled(mode != "evaluated"):
+        found = compiled(x, weights, shift)
+    torch.testing.assert_close(found, F.linear(x, torch.cat(weights), shift))
+    assert found.requires_grad == (mode == "trained")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_operation_gives_what_the_compiler_is_told(dtype: torch.dtype) -> None:
     grad, x = torch.randn(4, 3).t().to(dtype), torch.randn(3, 5).to(dtype)

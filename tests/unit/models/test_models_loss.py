@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -204,3 +206,32 @@ def test_a_loss_can_be_made_without_values_and_without_rows() -> None:
     ids = torch.zeros(0, 8, dtype=torch.long)
     output = model(ids, ids, return_logits=True)
     assert output.loss.item() == 0.0 and output.logits.shape == (0, 8, 64)
+
+
+def two_losses() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    hidden, weight = torch.randn(2, 6, 8, requires_grad=True), torch.randn(20, 8)
+    labels = torch.randint(20, (2, 6))
+    return hidden, [
+        chunked_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten()),
+        cross_entropy_sum(hidden @ weight.T, labels),
+    ]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_second_derivatives_are_refused_and_not_left_out(which: int) -> None:
+    hidden, losses = two_losses()
+    with pytest.raises(RuntimeError, match=r"no second derivatives .create_graph=True."):
+        torch.autograd.grad(losses[which], hidden, create_graph=True)
+
+
+def test_a_loss_that_nobody_goes_back_from_is_freed_at_once() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        _, losses = two_losses()
+        made = weakref.ref(losses[0].grad_fn.next_functions[0][0].made)
+        assert made() is not None
+        del losses
+        assert made() is None, "with a gradient of the head's size, until Python looks for circles"
+    finally:
+        gc.enable()

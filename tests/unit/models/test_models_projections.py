@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
+from headway.models import kernels, projections
 from headway.models.projections import joins, project_joined
 
 
@@ -45,3 +49,27 @@ def test_joined_projections_follow_autocast() -> None:
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def test_nothing_is_joined_where_triton_makes_no_kernels(monkeypatch):
+    """Such as on a machine without a C compiler; graphs are made after it was tried."""
+
+    class Broken(ModuleType):
+        language = ModuleType("triton.language")
+
+        @staticmethod
+        def jit(function):
+            def launch(*args):
+                raise RuntimeError("no C compiler")
+
+            return {(1,): launch}
+
+    monkeypatch.setitem(sys.modules, "triton", Broken("triton"))
+    monkeypatch.setitem(sys.modules, "triton.language", Broken.language)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)
+    monkeypatch.setattr(kernels.torch, "zeros", lambda *args, **options: None)
+    on_gpu = SimpleNamespace(is_cuda=True)
+    assert projections._has_kernels(on_gpu)
+    assert kernels.triton_works.__wrapped__() is False
+    assert not projections._has_kernels(on_gpu)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from headway.errors import ConfigError
 from headway.models import decoder, recomputed
+from headway.strategies import recompute
 from headway.strategies.forwards import put_back
 from headway.strategies.recompute import enable
 from headway.testing import tiny_decoder, tiny_llama, tiny_trainer
@@ -142,6 +143,38 @@ def test_compiled_graphs_recompute_what_joined_projections_make(scope, asks_for_
         assert bytes_kept("every_2") < plain - 0.5 * of_gate_and_up
     else:
         assert bytes_kept("block") < 0.3 * of_gate_and_up
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("draws", ["nothing", "dropout", "adapter", "hook"])
+def test_random_states_are_saved_where_blocks_draw(policy, draws, monkeypatch):
+    """Saving them takes longer than starting a block's operations."""
+    states = []
+
+    def noted(function, *args, preserve_rng_state=True, **options):
+        states.append(preserve_rng_state)
+        plain = recomputed.recomputed
+        return plain(function, *args, preserve_rng_state=preserve_rng_state, **options)
+
+    monkeypatch.setattr(decoder, "recomputed", noted)
+    monkeypatch.setattr(recompute, "recomputed", noted)
+    torch.manual_seed(0)
+    plain = tiny_decoder(num_layers=2, dropout=0.2 * (draws == "dropout"))
+    model = copy.deepcopy(plain)
+    enable(model, policy)
+    if draws == "adapter":  # also one that comes afterwards
+        for one in (plain, model):
+            layer = one.model.layers[0].mlp
+            layer.up_proj = nn.Sequential(layer.up_proj, nn.Dropout(0.5))
+    if draws == "hook":
+        for one in (plain, model):
+            layer = one.model.layers[0].mlp
+            layer.register_forward_hook(lambda module, args, out: nn.functional.dropout(out, 0.5))
+    loss, gradients, _ = measure(plain)
+    again, made, _ = measure(model)
+    assert torch.equal(loss, again)
+    assert all(map(torch.equal, gradients, made))
+    assert states[0] == (draws != "nothing")
 
 
 def test_every_n_leaves_out_the_others():

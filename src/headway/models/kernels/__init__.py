@@ -19,12 +19,16 @@ logger = logging.getLogger(__name__)
 
 # Blocks are chosen for the warps of NVIDIA's GPUs.
 HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
-"""Triton comes with torch where it knows the platform; without it the plain forms are used."""
+"""Triton comes with torch where it knows the platform; without it the plain forms are used.
+
+False also from when `triton_works` finds that it makes no kernels here: read it from this module.
+"""
 
 
 @functools.cache
 def triton_works() -> bool:
     """Whether kernels can be made here: for that Triton needs a C compiler, among others."""
+    global HAS_TRITON
     if not HAS_TRITON or not torch.cuda.is_available():
         return False
     import triton
@@ -40,6 +44,7 @@ def triton_works() -> bool:
         raise  # says nothing about Triton, and must not be remembered
     except Exception as error:
         logger.warning("Triton cannot make kernels here, slower ones are used: %s", error)
+        HAS_TRITON = False
         return False
     return True
 

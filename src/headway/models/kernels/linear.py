@@ -1,6 +1,7 @@
 """A product with several weights at once, that keeps nothing but its input for the way back.
 
-Owns: `joined_linear`, its two operations. Does not own: when weights are joined (projections.py).
+Owns: `joined_linear`, its two operations, the kernel that casts weights. Does not own: when weights
+are joined (projections.py).
 
 Left to themselves, autocast and the compiler keep each weight a second time in half precision from
 the forward to the backward pass, and round its gradient to half precision before widening it.
@@ -8,6 +9,7 @@ the forward to the backward pass, and round its gradient to half precision befor
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,6 +19,42 @@ from torch import Tensor
 from headway.models.kernels import define_operation
 
 _ANY_DEVICE = "CompositeExplicitAutograd"
+_BLOCK = 2048
+MOST_WEIGHTS = 3
+
+
+@functools.cache
+def _kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def cast_parts(  # type: ignore[no-untyped-def]
+        first, second, third, joined, end_1, end_2, end_3, BLOCK: tl.constexpr
+    ):
+        """Up to three tensors, one after the other; `end_1` to `end_3`: where each one ends."""
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        at = tl.multiple_of(start, BLOCK) + tl.arange(0, BLOCK)
+        # Of the three loads those that are masked as a whole read nothing.
+        one = tl.load(first + at, mask=at < end_1, other=0.0)
+        two = tl.load(second + (at - end_1), mask=(at >= end_1) & (at < end_2), other=0.0)
+        three = tl.load(third + (at - end_2), mask=(at >= end_2) & (at < end_3), other=0.0)
+        value = tl.where(at < end_1, one, tl.where(at < end_2, two, three))
+        tl.store(joined + at, value, mask=at < end_3)
+
+    return cast_parts
+
+
+def _cast_by_kernel(weights: list[Tensor], joined: Tensor) -> None:
+    """Fill `joined` with all weights at once: on a GPU, one by one, starting takes longer."""
+    parts = [weight.contiguous() for weight in weights]
+    sizes = [part.numel() for part in parts] + [0] * (MOST_WEIGHTS - len(parts))
+    ends = [sum(sizes[: n + 1]) for n in range(MOST_WEIGHTS)]
+    parts += parts[:1] * (MOST_WEIGHTS - len(parts))
+    if not ends[-1]:
+        return
+    with torch.cuda.device_of(joined):
+        _kernel()[(-(-ends[-1] // _BLOCK),)](*parts, joined, *ends, BLOCK=_BLOCK, num_warps=4)
 
 
 def _fake_cast(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -33,6 +71,9 @@ def cast_again(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
     Not the operations of the forward pass: the compiler would find them equal, and keep theirs.
     """
     joined = _fake_cast(weights, dtype)
+    if joined.is_cuda:
+        _cast_by_kernel(weights, joined)
+        return joined
     start = 0
     for weight in weights:
         joined[start : start + weight.shape[0]].copy_(weight)
@@ -57,8 +98,18 @@ def weight_grad(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _JoinedLinear(torch.autograd.Function):
+    # As many arguments in every call: where no gradient is wanted, the compiler tells by their
+    # number whether `forward` takes a context, and takes `x` for it if they are as many as its own.
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        first: Tensor,
+        second: Tensor | None,
+        third: Tensor | None,
+    ) -> Tensor:
+        weights = [weight for weight in (first, second, third) if weight is not None]
         ctx.save_for_backward(x, *weights)
         ctx.has_bias = bias is not None
         return F.linear(x, torch.cat(weights).to(x.dtype), bias)
@@ -69,13 +120,19 @@ class _JoinedLinear(torch.autograd.Function):
         rows = grads[0].flatten(0, -2)
         grad_x = (rows @ cast_again(weights, x.dtype)).view(x.shape)
         grad_bias = rows.sum(0) if ctx.has_bias else None
+        nothing: list[Tensor | None] = [None] * MOST_WEIGHTS
         if not any(ctx.needs_input_grad[2:]):
-            return grad_x, grad_bias, *(None for _ in weights)
+            return grad_x, grad_bias, *nothing
         grad_weight = weight_grad(rows, x.flatten(0, -2), weights[0].dtype)
-        return grad_x, grad_bias, *grad_weight.split([weight.shape[0] for weight in weights])
+        grads = grad_weight.split([weight.shape[0] for weight in weights])
+        return grad_x, grad_bias, *grads, *nothing[len(grads) :]
 
 
 def joined_linear(x: Tensor, weights: list[Tensor], bias: Tensor | None = None) -> Tensor:
-    """`x` [..., D] times all weights, side by side; in the dtype of `x`, which the bias has too."""
-    out: Tensor = _JoinedLinear.apply(x, bias, *weights)
+    """`x` [..., D] times all weights, side by side; in the dtype of `x`, which the bias has too.
+
+    At most `MOST_WEIGHTS` of them.
+    """
+    given = [*weights, *[None] * (MOST_WEIGHTS - len(weights))]
+    out: Tensor = _JoinedLinear.apply(x, bias, *given)
     return out
