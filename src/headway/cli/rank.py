@@ -22,7 +22,7 @@ from headway.cli.main import explain
 from headway.cli.messages import say_error
 from headway.dist.env import detect_env
 from headway.dist.exits import code_for_torchrun, is_launched, note_exit, note_start
-from headway.dist.watch import end_process, say
+from headway.dist.forced_end import end_process, say
 from headway.errors import OUT_OF_PLACE, ConfigError, problems_of
 
 # How soon a rank misses the process that started it, and how long it then leaves it to the watch

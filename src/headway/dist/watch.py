@@ -1,9 +1,9 @@
 """The watch that every rank keeps over the others while a process group is up.
 
 Owns: the sign of life each rank gives, noticing a rank that died or stopped, the one record of what
-went wrong, and ending this process when a collective will never return.
-Does not own: what an exception means (failure.py), who is late where all ranks live (waiting.py),
-and when the watch begins and ends (group.py).
+went wrong, and when this process ends because a collective will never return.
+Does not own: how it ends then (forced_end.py), what an exception means (failure.py), who is late
+where all ranks live (waiting.py), and when the watch begins and ends (group.py).
 
 Two threads. One talks to the store, over a connection of its own: about once a second it gives a
 sign, reads the record of a failure if there is one, and looks at a few neighbours; whoever finds a
@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +26,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 from headway.dist.env import frozen_limit_s, waiting_limit_s
-from headway.dist.exits import code_for_torchrun, note_exit
+from headway.dist.forced_end import end_process, say
 from headway.dist.processes import ProcessIdentity, State, look_at
 from headway.dist.waiting import MainThread, decode, find_late
 
@@ -43,7 +41,6 @@ _NOT_STOPPED = 3
 """So many times as patient with a process that gives no sign but is not stopped either."""
 _NUM_NEIGHBOURS = 8
 _ANSWER_S = 3.0
-_LAST_ACTS_S = 2.5
 
 Kind = Literal["error", "mistake", "lost"]
 
@@ -446,56 +443,6 @@ class Watch:
                 code = 2 if failure.kind == "mistake" else 1
                 told = failure.describe(self.world_size)
                 end_process(code, told, victim=failure.rank != self.rank)
-
-
-def say(text: str, kind: str = "error") -> None:
-    """One line on stderr, past Python's buffers: another thread may hold them for ever."""
-    try:
-        os.write(2, f"{kind}: {text}\n".encode())
-    except OSError:
-        pass
-
-
-_last_acts: list[Callable[[str], None]] = []
-
-
-@contextmanager
-def at_forced_end(act: Callable[[str], None]) -> Iterator[None]:
-    """Inside: have `act` called with the reason should the watch end the process.
-
-    It runs in a thread, has little time, and cannot count on the main thread or on other ranks.
-    """
-    _last_acts.append(act)
-    try:
-        yield
-    finally:
-        _last_acts.remove(act)
-
-
-def _act_at_last(reason: str) -> None:
-    for act in tuple(_last_acts):
-        try:
-            act(reason)
-        except Exception as error:
-            say(f"at the end of the process: {type(error).__name__}: {error}", "warning")
-
-
-def end_process(code: int, reason: str, *, victim: bool = True) -> None:
-    """End at once, leaving word where the launcher looks for it."""
-    note_exit(code, reason, victim=victim)
-    if _last_acts:
-        acts = threading.Thread(target=_act_at_last, args=(reason,), daemon=True)
-        acts.start()
-        acts.join(_LAST_ACTS_S)
-    flush = threading.Thread(target=_flush, daemon=True)
-    flush.start()
-    flush.join(0.5)
-    os._exit(code_for_torchrun(code))
-
-
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def _read(text: bytes) -> Failure:

@@ -30,7 +30,8 @@ from headway.config.snapshot import redact, redact_command, resolved_config, ver
 from headway.dist.command import continue_command, find_command
 from headway.dist.exits import is_launched
 from headway.dist.failure import PeerFailure, current_watch
-from headway.dist.watch import Failure, at_forced_end
+from headway.dist.forced_end import at_forced_end
+from headway.dist.watch import Failure
 from headway.engine.post_mortem import (
     TEXT_NAME,
     Report,

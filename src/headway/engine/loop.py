@@ -13,7 +13,7 @@ import time
 import torch
 
 from headway.dist.agreement import exchange
-from headway.dist.watch import at_forced_end
+from headway.dist.forced_end import at_forced_end
 from headway.engine.best import update_best
 from headway.engine.delivery import MetricDelivery, NonFiniteError
 from headway.engine.flushing import Flusher

@@ -176,7 +176,7 @@ class Patrol:
         text = tell(status, f"it is at {self._stand().place}")
         self._alarm(text, is_stuck=True, speaks=True)
         if self._owner.action == "abort" and status.is_late:
-            from headway.dist.watch import end_process
+            from headway.dist.forced_end import end_process
 
             end_process(1, text, victim=False)
 
@@ -216,7 +216,8 @@ class Patrol:
         is_stuck = self._rank in stuck or not stuck
         self._alarm(verdict["text"], is_stuck=is_stuck, speaks=self._rank == 0)
         if self._owner.action == "abort" and self._rank == 0 and verdict["is_final"]:
-            from headway.dist.watch import Failure, say
+            from headway.dist.forced_end import say
+            from headway.dist.watch import Failure
 
             # The others have a moment to write their stacks.
             time.sleep(2 * self._turn_s + 0.5)
@@ -228,7 +229,7 @@ class Patrol:
     # What is left behind
 
     def _alarm(self, text: str, *, is_stuck: bool, speaks: bool) -> None:
-        from headway.dist.watch import say
+        from headway.dist.forced_end import say
 
         self._owner.alarms.append(text)
         path = self.folder / f"hang-rank{self._rank}.txt"
