@@ -10,21 +10,19 @@ has come to fewer of the agreements that all ranks take part in, or it is not in
 
 from __future__ import annotations
 
-import faulthandler
+import gc
 import json
 import os
-import re
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 _LONGEST_PLACE = 120
 _awaited = ""
@@ -77,13 +75,12 @@ class MainThread:
     """Looks at the main thread of this process, from another one, again and again."""
 
     def __init__(self) -> None:
-        self._dump = _open_scratch()
-        self._stack: list[_Line] = []
+        self._stack: list[_Point] = []
         self._since = time.monotonic()
 
     def look(self) -> None:
-        """Note whether it has moved; takes about a millisecond of every thread."""
-        stack = self._read()
+        """Note whether it has moved."""
+        stack = _read_main_thread()
         if stack != self._stack:
             self._stack, self._since = stack, time.monotonic()
 
@@ -98,77 +95,81 @@ class MainThread:
 
     def stand(self, num_agreements: int, settled_s: float) -> Standing:
         """Where it is; what has not moved for less than `settled_s` does not count as waiting."""
-        stack = self._read()
+        stack = _read_main_thread()
         still_s = self.still_s
         waits = still_s >= settled_s and _is_waiting(stack)
         place = _describe(stack) + (f", where it waits for {_awaited}" if _awaited else "")
         return Standing(num_agreements, still_s if waits else 0.0, place)
 
-    def _read(self) -> list[_Line]:
-        """Its lines of code, the innermost first.
 
-        Not by way of frame objects: to make those of a thread that runs is a race in Python 3.11,
-        where a garbage collection in between lets it run on, and a crash of the process.
-        """
-        self._dump.seek(0)
-        self._dump.truncate()
-        faulthandler.dump_traceback(self._dump, all_threads=True)
-        self._dump.seek(0)
-        return _parse(self._dump.read().decode(), threading.main_thread().ident or 0)
-
-
-class _Line(NamedTuple):
+class _Point(NamedTuple):
+    call: int
+    instruction: int
     file: str
-    number: str
+    line: int | None
     function: str
 
 
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
-_LINE = re.compile(r'  File "(.*)", line (\S+) in (.*)')
+def _read_main_thread() -> list[_Point]:
+    """Where it is, and where it was called from."""
+    with _no_collections():
+        points = []
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None:
+            code = frame.f_code
+            names = (code.co_filename, frame.f_lineno, code.co_name)
+            points.append(_Point(id(frame), frame.f_lasti, *names))
+            frame = frame.f_back
+    return points
 
 
-def _parse(dump: str, thread_id: int) -> list[_Line]:
-    """The lines of one thread, out of what faulthandler writes of all."""
-    lines, is_asked = [], False
-    for text in dump.splitlines():
-        if header := _THREAD.match(text):
-            is_asked = int(header[1], 16) == thread_id
-        elif is_asked and (line := _LINE.fullmatch(text)):
-            lines.append(_Line(*line.groups()))
-    return lines
+if sys.version_info >= (3, 12):
+    _no_collections = nullcontext
+else:
+    # Before 3.12 making an object can begin a garbage collection, which can let other threads run:
+    # a frame that is just being looked at would end meanwhile. Not by `gc.disable`, with which the
+    # training itself decides when to collect.
+    _collections = threading.Lock()
+    if hasattr(os, "register_at_fork"):
+        # A child must not begin with what holds for a moment here.
+        os.register_at_fork(
+            before=_collections.acquire,
+            after_in_parent=_collections.release,
+            after_in_child=_collections.release,
+        )
+
+    @contextmanager
+    def _no_collections() -> Iterator[None]:
+        with _collections:
+            thresholds = gc.get_threshold()
+            gc.set_threshold(0)
+            try:
+                yield
+            finally:
+                gc.set_threshold(*thresholds)
 
 
-def _open_scratch() -> BinaryIO:
-    """A file that needs no disk, where the system has such."""
-    if sys.platform == "linux":
-        return open(os.memfd_create("headway-stacks"), "w+b", buffering=0)
-    return tempfile.TemporaryFile(buffering=0)
-
-
-def _is_waiting(stack: list[_Line]) -> bool:
+def _is_waiting(stack: list[_Point]) -> bool:
     """In torch itself; or in a save, whose own thread is the one that waits."""
-    return (
-        not stack
-        or _is_inside(stack[0], "torch")
-        or any(_is_inside(line, "headway/checkpoint") for line in stack)
-    )
+    inside_torch = bool(stack) and _is_inside(stack[0], "torch")
+    return inside_torch or any(_is_inside(point, "headway/checkpoint") for point in stack)
 
 
-def _describe(stack: list[_Line]) -> str:
+def _describe(stack: list[_Point]) -> str:
     if not stack:
         return "an unknown place"
-    others = (line for line in stack if not (_is_inside(line, "torch") or _is_standard(line)))
-    line = next(others, stack[0])
-    return f"{line.file}:{line.number} in {line.function}"[-_LONGEST_PLACE:]
+    others = (point for point in stack if not (_is_inside(point, "torch") or _is_standard(point)))
+    point = next(others, stack[0])
+    return f"{point.file}:{point.line} in {point.function}"[-_LONGEST_PLACE:]
 
 
-def _is_inside(line: _Line, package: str) -> bool:
-    return f"/{package}/" in Path(line.file).as_posix()
+def _is_inside(point: _Point, package: str) -> bool:
+    return f"/{package}/" in Path(point.file).as_posix()
 
 
-def _is_standard(line: _Line) -> bool:
-    return line.file.startswith("<") or (
-        line.file.startswith(_standard_library()) and "site-packages" not in line.file
+def _is_standard(point: _Point) -> bool:
+    return point.file.startswith("<") or (
+        point.file.startswith(_standard_library()) and "site-packages" not in point.file
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
 import threading
 
 import pytest
@@ -79,8 +82,54 @@ def test_a_thread_that_moves_is_told_from_one_that_does_not() -> None:
         moves.set()
 
     threading.Thread(target=look, daemon=True).start()
-    stands.wait()
-    moves.wait()
+    # One line, as in a loop over layers, where lines alone would not tell.
+    assert stands.wait() and moves.wait()
+
+
+def test_nothing_is_collected_while_frames_are_looked_at() -> None:
+    """Python 3.11 may let the thread run on meanwhile, and then reads a frame that is gone."""
+    has_frame: list[bool] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        has_frame.append(sys._getframe(1).f_locals.get("frame") is not None)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(2)
+    try:
+        for _ in range(20):
+            look_at_main()
+        assert gc.get_threshold()[0] == 2
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*thresholds)
+    assert has_frame, "elsewhere there are collections"
+    assert not any(has_frame)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.timeout(60)
+def test_children_collect_as_their_parents_do() -> None:
+    over = threading.Event()
+
+    def look() -> None:
+        main = MainThread()
+        while not over.is_set():
+            main.look()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        codes = []
+        for _ in range(30):
+            child = os.fork()
+            if not child:
+                os._exit(0 if gc.get_threshold()[0] else 1)
+            codes.append(os.waitpid(child, 0)[1])
+    finally:
+        over.set()
+        thread.join()
+    assert codes == [0] * 30
 
 
 def test_the_limit_is_a_number_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
