@@ -240,10 +240,14 @@ def keep_the_store_in_rank_0() -> None:
     os.environ["MASTER_PORT"] = os.environ["OWN_PORT"]
 
 
-def end_spawned(rank: int, folder: str, last: int, port: str) -> None:
+def be_rank(rank: int, port: str) -> None:
     ours = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OWN_PORT": port}
     size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update(ours | size)
+
+
+def end_spawned(rank: int, folder: str, last: int, port: str) -> None:
+    be_rank(rank, port)
     end_without_cleaning_up(folder, last, in_launcher=False)
 
 
@@ -281,6 +285,76 @@ def test_a_rank_that_ends_in_the_middle_of_a_run_is_named_though_it_kept_the_sto
     env = {"OWN_PORT": free_port()}
     told = run_ranks(wait_for_one_that_has_ended, 2, how, backend=None, env=env)
     assert told[1] == "rank 0 of 2 was lost: it ended before the others"
+
+
+def adopt_in_a_run() -> str:
+    """The group is the user's own, and is watched from the middle of the first run on."""
+    watch.LAST_S = 0.5
+    keep_the_store_in_rank_0()
+    dist.init_process_group("gloo")
+    try:
+        with guard_run():
+            if init_distributed(use_cpu=True).rank == 0:
+                return ""
+            own = current_watch()
+            while own is not None and own.failure is None:
+                assert own._threads[0].is_alive(), "the watch is over"
+                time.sleep(0.01)
+            return own.failure.describe(2)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_run_is_one_before_ranks_are_watched() -> None:
+    env = {"OWN_PORT": free_port()}
+    told = run_ranks(adopt_in_a_run, 2, backend=None, env=env)
+    assert told[1] == "rank 0 of 2 was lost: it ended before the others"
+
+
+def end_alone(rank: int, folder: str, port: str) -> None:
+    """Rank 0 ends while rank 1 does what is its own at the end of the run."""
+    watch.BEAT_S, watch.LAST_S = 0.05, 0.3
+    be_rank(rank, port)
+    keep_the_store_in_rank_0()
+    init_distributed(use_cpu=True)
+    processes = exchange(asdict(identify()))
+    with guard_run() as end_together:
+        agree_bits(0)
+        end_together()
+        if rank:
+            outlast(ProcessIdentity.from_json(processes[0]), Path(folder, "done"))
+            own = current_watch()
+            assert own is not None and own.failure is None
+
+
+def test_a_rank_that_takes_long_after_what_is_common_is_left_alone(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(end_alone, (str(tmp_path), free_port()), nprocs=2)
+    assert (tmp_path / "done").exists()
+
+
+def leave_by_force(rank: int, took: str, port: str) -> None:
+    """Rank 1 ends as some programs do: at once."""
+    be_rank(rank, port)
+    keep_the_store_in_rank_0()
+    init_distributed(use_cpu=True)
+    process = ProcessIdentity.from_json(exchange(asdict(identify()))[1])
+    own = current_watch()
+    assert own is not None
+    own.leave()
+    agree_bits(0)
+    if rank:
+        os._exit(0)
+    while look_at(process) != "gone":
+        time.sleep(0.01)
+    began = time.monotonic()
+    own.take_leave()
+    Path(took).write_text(str(time.monotonic() - began))
+
+
+def test_nobody_waits_for_a_rank_that_is_gone_without_a_word(tmp_path: Path) -> None:
+    took = tmp_path / "took"
+    torch.multiprocessing.spawn(leave_by_force, (str(took), free_port()), nprocs=2)
+    assert float(took.read_text()) < 3
 
 
 def end_after_cleaning_up() -> float:

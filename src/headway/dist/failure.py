@@ -7,10 +7,10 @@ Does not own: noticing that a rank is gone (watch.py).
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
-from headway.dist.watch import Failure, Watch
+from headway.dist.watch import Failure, Watch, together
 from headway.errors import problems_of
 
 # What torch says when the rank at the other end is gone, over gloo and over NCCL.
@@ -52,17 +52,19 @@ class PeerFailure(RuntimeError):
 
 
 @contextmanager
-def guard_run() -> Iterator[None]:
+def guard_run() -> Iterator[Callable[[], None]]:
     """Around everything that ranks do together: an error on one rank becomes known to all.
+
+    Yields what to call when the rest is each rank's own: others may end before it is done.
 
     The loss of another rank comes out as `PeerFailure`, which names it, and so does an error with
     the number of another rank in `failed_rank`; an error of this rank comes out as it is, after the
     others were told. Without a process group nothing happens.
     """
-    watch = current_watch()
     try:
-        with nullcontext() if watch is None else watch.run():
-            yield
+        with ExitStack() as common:
+            common.enter_context(together())
+            yield common.close
     except PeerFailure:
         raise
     except BaseException as error:

@@ -44,6 +44,20 @@ _ANSWER_S = 3.0
 
 Kind = Literal["error", "mistake", "lost"]
 
+_num_together = 0
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Around what all ranks begin and end together, whether they are watched from its start or
+    not: a rank that ends meanwhile is missed."""
+    global _num_together
+    _num_together += 1
+    try:
+        yield
+    finally:
+        _num_together -= 1
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -89,7 +103,7 @@ class Watch:
         self._known = threading.Event()
         self._over = threading.Event()
         self._suspicious = self._leaving = self._out = False
-        self._num_runs, self._keeper_left_at = 0, 0.0
+        self._keeper_left_at = 0.0
         self._last_contact = self._last_look = time.monotonic()
         self._num_agreements, self._moved_at = 0, time.monotonic()
         self._tell_after_s = self._waiting_after_s
@@ -112,15 +126,6 @@ class Watch:
         self._last_contact = self._last_look = self._moved_at = time.monotonic()
         for thread in self._threads:
             thread.start()
-
-    @contextmanager
-    def run(self) -> Iterator[None]:
-        """Around what all ranks begin and end together."""
-        self._num_runs += 1
-        try:
-            yield
-        finally:
-            self._num_runs -= 1
 
     def come(self) -> None:
         """This rank has come to an agreement of all ranks, and waits there for the others."""
@@ -329,37 +334,41 @@ class Watch:
     def _keeper_leaves(self, now: float) -> bool:
         """Whether the rank that holds the store has ended well: the watch is over without it.
 
-        While this rank's run goes on it is missed, since all ranks end a run together.
+        While ranks are together it is missed, since all of them end that together.
         """
         keeper = self._keeper_rank
         if keeper in (None, self.rank) or not self._store.check([f"left/{keeper}"]):
             return False
         self._keeper_left_at = self._keeper_left_at or now
-        if self._num_runs:
+        if _num_together:
             if self._suspicious or now - self._keeper_left_at > LAST_S:
                 self._post(Failure(keeper, "it ended before the others"))
             return False
-        self._store.set(f"knows/{self.rank}", b"1")
+        self._store.set(f"left/{self.rank}", b"1")
         self._over.set()
         return True
 
     def _is_known(self) -> bool:
         """Whether all ranks that are still there know of the end."""
-        return all(
-            self._store.check([f"knows/{number}"]) or self._store.check([f"left/{number}"])
-            for number in range(self.world_size)
-            if number != self.rank
-        )
+        now = time.monotonic()
+        others = (number for number in range(self.world_size) if number != self.rank)
+        return all(self._knows(number) or self._is_gone(number, now) for number in others)
+
+    def _knows(self, number: int) -> bool:
+        return any(self._store.check([f"{word}/{number}"]) for word in ("knows", "left"))
+
+    def _is_gone(self, number: int, now: float) -> bool:
+        """Also of a rank that ended without a word, or cannot be seen and gives no signs."""
+        if look_at(self._members[number]) == "gone":
+            return True
+        return self._silent_s(number, self._store.get(f"beat/{number}"), now) > SILENT_AFTER_S
 
     def _judge(self, number: int, sign: bytes, now: float) -> Failure | None:
         process = self._members[number]
         state = look_at(process)
-        before, since = self._beats.get(number, (b"", now))
-        if sign != before:
-            before, since = sign, now
-        self._beats[number] = (before, since)
+        silent_s = self._silent_s(number, sign, now)
         limit_s = self._patience_s(number, state)
-        if state != "gone" and (not limit_s or now - since < limit_s):
+        if state != "gone" and (not limit_s or silent_s < limit_s):
             return None
         where = f"process {process.pid} on {process.host}"
         if self._store.check([f"left/{number}"]):
@@ -369,7 +378,15 @@ class Watch:
         if state == "gone":
             return Failure(number, f"its process is gone: killed, or ended at once ({where})")
         how = "is stopped (SIGSTOP)" if state == "stopped" else "does not answer"
-        return Failure(number, f"it {how}, no sign of life for {now - since:.0f} s ({where})")
+        return Failure(number, f"it {how}, no sign of life for {silent_s:.0f} s ({where})")
+
+    def _silent_s(self, number: int, sign: bytes, now: float) -> float:
+        """How long a rank has given no other sign than this one."""
+        before, since = self._beats.get(number, (b"", now))
+        if sign != before:
+            since = now
+        self._beats[number] = (sign, since)
+        return now - since
 
     def _patience_s(self, number: int, state: State | None) -> float:
         """How long a rank may give no sign; 0 for as long as it likes."""

@@ -320,8 +320,16 @@ class Trainer(
         self.bus.restart()
         examination = self._examination = Examination(self.args, self.state, self._run_config)
         try:
-            with examination, guard_run(), SignalRequests() as signals, torch_settings(self.args):
-                return self._train(resume, signals)
+            with (
+                examination,
+                guard_run() as end_together,
+                SignalRequests() as signals,
+                torch_settings(self.args),
+            ):
+                output = self._train(resume, signals)
+                end_together()
+                self._close()
+                return output
         except BaseException as error:
             self.state.outcome = outcome_of(error)
             self.bus.fire_to_all("on_error", exception=error)
@@ -401,14 +409,16 @@ class Trainer(
             saver.close()
             loader.close()
         self.state.outcome = loop.outcome
-        output = self._finish(loop, saver, start)
+        return self._finish(loop, saver, start)
+
+    def _close(self) -> None:
+        """What some ranks may have done long before others."""
         self.bus.fire("on_train_end")
         self.bookkeeping.drain()
         self.bookkeeping.close()
         errors = self.bus.fire_to_all("on_close")
         if errors:
             raise errors[0]
-        return output
 
     def _choose_seed(self, saved: int | None) -> None:
         """The stored seed of a resumed run, the given one, or one drawn now."""
@@ -465,12 +475,7 @@ class Trainer(
             relieve=CachedMemory(self.strategy.device, self.args.gc_threshold).relieve,
         )
 
-    def _finish(
-        self,
-        loop: TrainingLoop,
-        saver: Saver,
-        start: RunStart,
-    ) -> TrainOutput:
+    def _finish(self, loop: TrainingLoop, saver: Saver, start: RunStart) -> TrainOutput:
         if self.args.load_best_model_at_end and not loop.aborted and not loop.cut_short:
             saver.load_best()
         if self.bus.stopped_by is not None:
