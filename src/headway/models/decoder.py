@@ -135,9 +135,12 @@ def _never_draws(module: nn.Module) -> bool:
     if not (kind in own or sharded or kind.__name__ in _PRODUCTS_IN_FEW_BITS):
         return False
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    if any(not getattr(hook, "__module__", "").startswith("torch.distributed.") for hook in hooks):
+    if not all(str(hook.__module__).startswith("torch.distributed.") for hook in hooks):
         return False
-    return "forward" not in module.__dict__ or hasattr(module.forward, "adds_nothing")
+    forward = module.__dict__.get("forward")
+    function = getattr(forward, "__func__", None)
+    # The mark is the function itself: whoever wraps it may take over its attributes.
+    return forward is None or getattr(function, "adds_nothing", forward) is function
 
 
 def draws_numbers(block: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from headway.models.cache import KVCache
 from headway.models.decoder import Decoder
 from headway.models.kernels import triton_works
 from headway.strategies.blocks import search_blocks
-from headway.strategies.forwards import forward_of, leave_out_cache, stand_in
+from headway.strategies.forwards import forward_of, leave_out_cache, mark_adds_nothing, stand_in
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +142,7 @@ def compile_module(
         plain = forward_of(block)
         if plain not in made:
             made[plain] = _compiled(plain, options)
-            if plain is type(block).forward:
-                made[plain].adds_nothing = True  # type: ignore[attr-defined]
+            mark_adds_nothing(made[plain], plain, block)
         stand_in(block, made[plain])
     logger.info(
         "torch_compile: %d modules, %d to compile (backend %s, mode %s)",

@@ -50,6 +50,13 @@ def stand_in(module: nn.Module, function: Forward) -> None:
     module.__dict__["forward"] = method
 
 
+def mark_adds_nothing(function: Forward, plain: FunctionType, module: nn.Module) -> None:
+    """Mark a function that only calls `plain`, the module's forward until now, if that is its
+    class's own or such a function: what is known of the class still holds then."""
+    if plain is type(module).forward or getattr(plain, "adds_nothing", None) is plain:
+        function.__dict__["adds_nothing"] = function
+
+
 def put_back(model: nn.Module) -> None:
     """Undo what this module did to a model: it may come from an earlier run."""
     for module in model.modules():

@@ -25,7 +25,7 @@ from headway.models.decoder import draws_numbers
 from headway.models.kernels.flash4 import flash4_operation
 from headway.models.recomputed import recomputed
 from headway.strategies.blocks import search_blocks
-from headway.strategies.forwards import forward_of, leave_out_cache, stand_in
+from headway.strategies.forwards import forward_of, leave_out_cache, mark_adds_nothing, stand_in
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +95,7 @@ def enable(
         plain = forward_of(block)
         if plain not in made:
             made[plain] = _recomputing(plain, given)
-            if plain is type(block).forward:
-                made[plain].adds_nothing = True  # type: ignore[attr-defined]
+            mark_adds_nothing(made[plain], plain, block)
         stand_in(block, made[plain])
     logger.info("gradient_checkpointing: %s, %d of %d blocks", policy, len(chosen), len(blocks))
 
