@@ -3,8 +3,10 @@
 Owns: that they are reduced with zeros in their place. Does not own: sharding itself (fsdp2.py).
 
 Left to itself, torch reduces what a rank has gradients of, and so adds up gradients of different
-parameters where ranks have different ones. From 2.13 on it can be told to put zeros there, but then
-fails where gradients were summed over micro-batches in another dtype; so it is not told.
+parameters where ranks have different ones. From 2.13 on it can be told to put zeros there, but
+before 2.15 it then fails where gradients were summed over micro-batches in another dtype; so it is
+told from 2.15 on. Either way a group of parameters is reduced where it stands in the backward pass:
+one that a rank leaves out of it as a whole comes last there, at the turn of another.
 """
 
 from __future__ import annotations
@@ -14,6 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+# Whether sums over micro-batches are kept beside gradients, as before torch 2.15.
+_SUMS_APART = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 
 
 def reduce_unused(model: nn.Module) -> None:
@@ -21,12 +27,15 @@ def reduce_unused(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in _groups_of(module._get_fsdp_state()):
-                _fill_before_reduction(group)
+                if _SUMS_APART:
+                    _fill_before_reduction(group)
+                else:
+                    group.reduce_scatter_unused_params = True
 
 
 def _groups_of(state: Any) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)
-    if several is None:  # before torch 2.13
+    if several is None:  # before torch 2.12
         several = [state._fsdp_param_group]
     return [group for group in several if group is not None]
 
