@@ -105,6 +105,13 @@ def prepare(
         # On the meta device torchao makes new ones, which would lose ties and frozen weights.
         new.weight, new.bias = old.weight, old.bias
         new.train(old.training)
+    if before and known.weights == "int4" and _bounds_stop_gradients():
+        logger.warning(
+            "qat_recipe=%r: weights at the ends of their grid have no gradient with torch %s, "
+            "whose clamp lets none through at its bounds; torch before 2.14 does",
+            recipe,
+            torch.__version__,
+        )
     rest = choice.describe_rest("qat_exclude")
     logger.info(
         "QAT (%s%s): converted %d/%d Linear layers%s",
@@ -115,6 +122,14 @@ def prepare(
         f"; as they were: {rest}" if rest else "",
     )
     return module
+
+
+def _bounds_stop_gradients() -> bool:
+    """torchao rounds to the grid first and clamps then, so that many weights are at a bound."""
+    with torch.enable_grad():
+        at_bound = torch.ones(1, device="cpu", requires_grad=True)
+        (gradient,) = torch.autograd.grad(at_bound.clamp(-1, 1), at_bound)
+    return gradient.item() < 1
 
 
 def switch(module: nn.Module, active: bool) -> int:

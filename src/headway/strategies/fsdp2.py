@@ -35,6 +35,7 @@ from headway.models.generation import generate
 from headway.precision.scaler import backward
 from headway.strategies.base import EvalStep, Notify
 from headway.strategies.blocks import find_blocks
+from headway.strategies.fsdp_groups import drop_gradients, groups_of, reduce_unused
 from headway.strategies.objective import Objective
 from headway.strategies.ranked import (
     RankedStrategy,
@@ -44,7 +45,6 @@ from headway.strategies.ranked import (
 )
 from headway.strategies.source import ModelSource
 from headway.strategies.spread import fill_shards, plan_streaming, same_on_all_ranks
-from headway.strategies.unused import reduce_unused
 
 _DTYPES = {
     **dict.fromkeys(("float32", "fp32"), torch.float32),
@@ -328,7 +328,7 @@ def _drop_step(model: nn.Module) -> None:
     model.set_is_last_backward(True)
     root: Any = model._get_fsdp_state()
     states = root._state_ctx.all_states
-    groups = [group for state in states for group in _groups_of(state)]
+    groups = [group for state in states for group in groups_of(state)]
     reset = getattr(model, "reset_iter_state", None)
     if reset is not None:
         reset()
@@ -343,18 +343,8 @@ def _drop_step(model: nn.Module) -> None:
             group._partial_reduce_output = None
             group.wait_for_unshard()
             group.reshard()
-    for parameter in (parameter for group in groups for parameter in group.fsdp_params):
-        parameter.unsharded_accumulated_grad = None
-        whole = getattr(parameter, "_unsharded_param", None)
-        if whole is not None:
-            whole.grad = None
-
-
-def _groups_of(state: Any) -> list[Any]:
-    found = getattr(state, "_fsdp_param_groups", None)
-    if found is None:  # of an older torch, which has one or none
-        found = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return list(found)
+    for group in groups:
+        drop_gradients(group)
 
 
 def _factors(number: int) -> str:

@@ -35,8 +35,8 @@ from headway.strategies.deepspeed import (
     build_deepspeed_config,
     require_deepspeed,
 )
+from headway.strategies.fsdp_groups import reduce_unused
 from headway.strategies.spread import same_on_all_ranks
-from headway.strategies.unused import reduce_unused
 
 logger = logging.getLogger(__name__)
 

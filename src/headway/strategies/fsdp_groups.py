@@ -1,6 +1,8 @@
-"""Parameters that a rank under FSDP2 did not use in a step, while others may have.
+"""The groups of parameters that torch gathers and reduces together under FSDP2.
 
-Owns: that they are reduced with zeros in their place. Does not own: sharding itself (fsdp2.py).
+Owns: what Headway reads and changes in them, whose names differ between versions of torch: that
+parameters a rank did not use in a step are reduced with zeros in their place, and that gradients of
+a step can be dropped. Does not own: sharding itself (fsdp2.py).
 
 Left to itself, torch reduces what a rank has gradients of, and so adds up gradients of different
 parameters where ranks have different ones. From 2.13 on it can be told to put zeros there, but
@@ -26,18 +28,29 @@ def reduce_unused(model: nn.Module) -> None:
     """Have all parameters of a sharded model reduced, by all ranks alike."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in _groups_of(module._get_fsdp_state()):
+            for group in groups_of(module._get_fsdp_state()):
                 if _SUMS_APART:
                     _fill_before_reduction(group)
                 else:
                     group.reduce_scatter_unused_params = True
 
 
-def _groups_of(state: Any) -> list[Any]:
+def groups_of(state: Any) -> list[Any]:
+    """Those of a sharded module, by torch's state of it."""
     several = getattr(state, "_fsdp_param_groups", None)
     if several is None:  # before torch 2.12
         several = [state._fsdp_param_group]
     return [group for group in several if group is not None]
+
+
+def drop_gradients(group: Any) -> None:
+    """Forget what a step that was not finished has left of gradients."""
+    for parameter in group.fsdp_params:
+        if _SUMS_APART:
+            parameter.unsharded_accumulated_grad = None
+        whole = getattr(parameter, "_unsharded_param", None)
+        if whole is not None:
+            whole.grad = None
 
 
 def _fill_before_reduction(group: Any) -> None:
