@@ -358,9 +358,10 @@ class Watch:
         return any(self._store.check([f"{word}/{number}"]) for word in ("knows", "left"))
 
     def _is_gone(self, number: int, now: float) -> bool:
-        """Also of a rank that ended without a word, or cannot be seen and gives no signs."""
-        if look_at(self._members[number]) == "gone":
-            return True
+        """Whether a rank ended without a word; one that cannot be seen, by its signs of life."""
+        state = look_at(self._members[number])
+        if state is not None:
+            return state == "gone"
         return self._silent_s(number, self._store.get(f"beat/{number}"), now) > SILENT_AFTER_S
 
     def _judge(self, number: int, sign: bytes, now: float) -> Failure | None:
