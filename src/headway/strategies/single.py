@@ -106,10 +106,11 @@ class SingleDevice(Strategy):
             return norm
         if in_step_of is not None:
             self._kernel_step = KernelStep.of(in_step_of)
+        # As in torch's clip_grads_with_norm_, which multiplies by 1 at most: equal to the bit.
+        factor = max_norm / (norm + 1e-6)
         if self._kernel_step is not None:
-            # torch's clip_grads_with_norm_ has the same factor: the result is equal to the bit.
-            self._kernel_step.grad_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        else:
+            self._kernel_step.grad_factor = factor.clamp(max=1.0)
+        elif self._reading_waits or not factor.item() >= 1:
             nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm, foreach=True)
         return norm
 

@@ -113,6 +113,31 @@ def test_parameters_that_are_thawed_later_are_clipped(tmp_path, evaluates_first)
     assert 0 < moved < 3.1e-3, "three steps of at most a thousandth"
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0, 1.0 + 1e-7, 1.0 + 1e-6, 2.0])
+def test_gradients_are_clipped_as_torch_does_it(tmp_path, share):
+    """To the bit, around the norm from which on nothing is clipped as well."""
+    found = []
+
+    class Look(TrainerCallback):
+        def on_gradients(self, model):
+            self.before = [p.grad.clone() for p in model.parameters()]
+
+        def on_pre_optimizer_step(self, model):
+            found.append((self.before, [p.grad.clone() for p in model.parameters()]))
+
+    make(tmp_path / "a", Two(), [Look()], max_steps=1).train()
+    norm = nn.utils.get_total_norm(found[0][0]).item()
+    make(tmp_path / "b", Two(), [Look()], max_steps=1, max_grad_norm=norm * share).train()
+    before, after = found[1]
+    by_torch = [nn.Parameter(torch.zeros_like(gradient)) for gradient in before]
+    for parameter, gradient in zip(by_torch, before):
+        parameter.grad = gradient.clone()
+    nn.utils.clip_grad_norm_(by_torch, norm * share)
+    assert all(torch.equal(one, other.grad) for one, other in zip(after, by_torch))
+    if share in (0.5, 2.0):
+        assert all(map(torch.equal, before, after)) == (share == 2.0)
+
+
 def test_a_second_run_of_a_trainer_begins_anew(tmp_path):
     trainer = make(
         tmp_path, Two(), max_steps=4, lr_scheduler_type="linear", learning_rate=1.0, optim="adamw"
