@@ -258,26 +258,41 @@ def test_spawned_ranks_that_end_one_after_the_other_are_not_lost(last: int, tmp_
 
 
 def wait_for_one_that_has_ended(how: str) -> str:
-    watch.LAST_S = 0.5
     keep_the_store_in_rank_0()
-    if init_distributed(use_cpu=True).rank == 0:
+    rank = init_distributed(use_cpu=True).rank
+    group = dist.new_group(backend="gloo") if how == "in a collective of a group" else None
+    if rank == 0:
         dist.destroy_process_group()
+        del group
         return ""
+    miss_soon()
     try:
         with guard_run():
-            if how == "in a collective":
-                dist.all_reduce(torch.ones(1))
-            own = current_watch()
-            while own is not None and own.failure is None:
-                time.sleep(0.01)
-            return own.failure.describe(2)
+            if how != "elsewhere":
+                dist.all_reduce(torch.ones(1), group=group)
+            return see_failure()
     except PeerFailure as failure:
         return str(failure)
     finally:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("how", ["in a collective", "elsewhere"])
+def miss_soon() -> None:
+    """Not for long: it is also the time that a process has to end after a failure."""
+    watch.LAST_S = 0.5
+
+
+def see_failure() -> str:
+    own = current_watch()
+    assert own is not None
+    while own.failure is None:
+        assert own._threads[0].is_alive(), "the watch is over"
+        time.sleep(0.01)
+    watch.LAST_S = 60.0
+    return own.failure.describe(2)
+
+
+@pytest.mark.parametrize("how", ["in a collective", "in a collective of a group", "elsewhere"])
 def test_a_rank_that_ends_in_the_middle_of_a_run_is_named_though_it_kept_the_store(
     how: str,
 ) -> None:
@@ -289,18 +304,14 @@ def test_a_rank_that_ends_in_the_middle_of_a_run_is_named_though_it_kept_the_sto
 
 def adopt_in_a_run() -> str:
     """The group is the user's own, and is watched from the middle of the first run on."""
-    watch.LAST_S = 0.5
     keep_the_store_in_rank_0()
     dist.init_process_group("gloo")
     try:
         with guard_run():
             if init_distributed(use_cpu=True).rank == 0:
                 return ""
-            own = current_watch()
-            while own is not None and own.failure is None:
-                assert own._threads[0].is_alive(), "the watch is over"
-                time.sleep(0.01)
-            return own.failure.describe(2)
+            miss_soon()
+            return see_failure()
     finally:
         dist.destroy_process_group()
 
@@ -313,15 +324,16 @@ def test_a_run_is_one_before_ranks_are_watched() -> None:
 
 def end_alone(rank: int, folder: str, port: str) -> None:
     """Rank 0 ends while rank 1 does what is its own at the end of the run."""
-    watch.BEAT_S, watch.LAST_S = 0.05, 0.3
+    watch.BEAT_S = 0.05
     be_rank(rank, port)
     keep_the_store_in_rank_0()
     init_distributed(use_cpu=True)
     processes = exchange(asdict(identify()))
     with guard_run() as end_together:
-        agree_bits(0)
         end_together()
+        agree_bits(0)
         if rank:
+            miss_soon()
             outlast(ProcessIdentity.from_json(processes[0]), Path(folder, "done"))
             own = current_watch()
             assert own is not None and own.failure is None

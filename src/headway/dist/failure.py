@@ -61,29 +61,34 @@ def guard_run() -> Iterator[Callable[[], None]]:
     the number of another rank in `failed_rank`; an error of this rank comes out as it is, after the
     others were told. Without a process group nothing happens.
     """
-    try:
-        with ExitStack() as common:
-            common.enter_context(together())
+    with ExitStack() as common:
+        common.enter_context(together())
+        try:
             yield common.close
-    except PeerFailure:
-        raise
-    except BaseException as error:
-        watch = current_watch()
-        if watch is None or (isinstance(error, SystemExit) and not error.code):
+        except PeerFailure:
             raise
-        failure = None
-        elsewhere = getattr(error, "failed_rank", None)
-        with _hold_sigterm():
-            if elsewhere not in (None, watch.rank):
-                # Its own words for it come first, if they come.
-                failure = watch.find_culprit(_OWN_WORDS_S)
-                failure = failure or watch.report(Failure(elsewhere, _first_line(error), "error"))
-            elif is_peer_loss(error):
-                failure = watch.find_culprit()
-        if failure is not None and failure.rank != watch.rank:
-            raise PeerFailure(failure, watch.world_size) from error
-        tell_failure(error)
-        raise
+        except BaseException as error:
+            _tell_or_blame(error)
+            raise
+
+
+def _tell_or_blame(error: BaseException) -> None:
+    """Tell the others of an error of this rank; where it comes of another's loss, raise that."""
+    watch = current_watch()
+    if watch is None or (isinstance(error, SystemExit) and not error.code):
+        return
+    failure = None
+    elsewhere = getattr(error, "failed_rank", None)
+    with _hold_sigterm():
+        if elsewhere not in (None, watch.rank):
+            # Its own words for it come first, if they come.
+            failure = watch.find_culprit(_OWN_WORDS_S)
+            failure = failure or watch.report(Failure(elsewhere, _first_line(error), "error"))
+        elif is_peer_loss(error):
+            failure = watch.find_culprit()
+    if failure is not None and failure.rank != watch.rank:
+        raise PeerFailure(failure, watch.world_size) from error
+    tell_failure(error)
 
 
 @contextmanager

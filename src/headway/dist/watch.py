@@ -350,26 +350,23 @@ class Watch:
 
     def _is_known(self) -> bool:
         """Whether all ranks that are still there know of the end."""
-        now = time.monotonic()
         others = (number for number in range(self.world_size) if number != self.rank)
-        return all(self._knows(number) or self._is_gone(number, now) for number in others)
-
-    def _knows(self, number: int) -> bool:
-        return any(self._store.check([f"{word}/{number}"]) for word in ("knows", "left"))
-
-    def _is_gone(self, number: int, now: float) -> bool:
-        """Whether a rank ended without a word; one that cannot be seen, by its signs of life."""
-        state = look_at(self._members[number])
-        if state is not None:
-            return state == "gone"
-        return self._silent_s(number, self._store.get(f"beat/{number}"), now) > SILENT_AFTER_S
+        return all(
+            self._store.check([f"knows/{number}"])
+            or self._store.check([f"left/{number}"])
+            or look_at(self._members[number]) == "gone"  # without a word
+            for number in others
+        )
 
     def _judge(self, number: int, sign: bytes, now: float) -> Failure | None:
         process = self._members[number]
         state = look_at(process)
-        silent_s = self._silent_s(number, sign, now)
+        before, since = self._beats.get(number, (b"", now))
+        if sign != before:
+            before, since = sign, now
+        self._beats[number] = (before, since)
         limit_s = self._patience_s(number, state)
-        if state != "gone" and (not limit_s or silent_s < limit_s):
+        if state != "gone" and (not limit_s or now - since < limit_s):
             return None
         where = f"process {process.pid} on {process.host}"
         if self._store.check([f"left/{number}"]):
@@ -379,15 +376,7 @@ class Watch:
         if state == "gone":
             return Failure(number, f"its process is gone: killed, or ended at once ({where})")
         how = "is stopped (SIGSTOP)" if state == "stopped" else "does not answer"
-        return Failure(number, f"it {how}, no sign of life for {silent_s:.0f} s ({where})")
-
-    def _silent_s(self, number: int, sign: bytes, now: float) -> float:
-        """How long a rank has given no other sign than this one."""
-        before, since = self._beats.get(number, (b"", now))
-        if sign != before:
-            since = now
-        self._beats[number] = (sign, since)
-        return now - since
+        return Failure(number, f"it {how}, no sign of life for {now - since:.0f} s ({where})")
 
     def _patience_s(self, number: int, state: State | None) -> float:
         """How long a rank may give no sign; 0 for as long as it likes."""

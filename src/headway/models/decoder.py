@@ -135,7 +135,9 @@ def _never_draws(module: nn.Module) -> bool:
     if not (kind in own or sharded or kind.__name__ in _PRODUCTS_IN_FEW_BITS):
         return False
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    if not all(str(hook.__module__).startswith("torch.distributed.") for hook in hooks):
+    if not all(
+        str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in hooks
+    ):
         return False
     forward = module.__dict__.get("forward")
     function = getattr(forward, "__func__", None)

@@ -412,7 +412,7 @@ class Trainer(
         return self._finish(loop, saver, start)
 
     def _close(self) -> None:
-        """What some ranks may have done long before others."""
+        """What some ranks may have done long before others, as far as callbacks do not wait."""
         self.bus.fire("on_train_end")
         self.bookkeeping.drain()
         self.bookkeeping.close()
@@ -488,6 +488,7 @@ class Trainer(
             batch_size=self.bus.kwargs["train_dataloader"].deal.window_samples,
         )
         self.log(dict(summary))
+        loop.parts.strategy.agree(0)  # none goes before all have come: the rest is each rank's own
         return TrainOutput(self.state.global_step, loss, summary, loop.interrupted_by)
 
 

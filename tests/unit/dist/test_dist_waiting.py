@@ -86,6 +86,9 @@ def test_a_thread_that_moves_is_told_from_one_that_does_not() -> None:
     assert stands.wait() and moves.wait()
 
 
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="collections begin between instructions, and do no harm"
+)
 def test_nothing_is_collected_while_frames_are_looked_at() -> None:
     """Python 3.11 may let the thread run on meanwhile, and then reads a frame that is gone."""
     has_frame: list[bool] = []
