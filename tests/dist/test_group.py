@@ -261,25 +261,26 @@ def wait_for_one_that_has_ended(how: str) -> str:
     keep_the_store_in_rank_0()
     rank = init_distributed(use_cpu=True).rank
     group = dist.new_group(backend="gloo") if how == "in a collective of a group" else None
-    if rank == 0:
-        dist.destroy_process_group()
-        del group
-        return ""
-    miss_soon()
     try:
         with guard_run():
+            agree_bits(0)  # both are in the run
+            if rank == 0:
+                return ""
+            miss_soon(2.0)
             if how != "elsewhere":
                 dist.all_reduce(torch.ones(1), group=group)
             return see_failure()
     except PeerFailure as failure:
         return str(failure)
     finally:
+        watch.LAST_S = 60.0
         dist.destroy_process_group()
+        del group
 
 
-def miss_soon() -> None:
-    """Not for long: it is also the time that a process has to end after a failure."""
-    watch.LAST_S = 0.5
+def miss_soon(after_s: float) -> None:
+    """Until a failure is seen: it is also the time that a process has to end after one."""
+    watch.LAST_S = after_s
 
 
 def see_failure() -> str:
@@ -310,7 +311,7 @@ def adopt_in_a_run() -> str:
         with guard_run():
             if init_distributed(use_cpu=True).rank == 0:
                 return ""
-            miss_soon()
+            miss_soon(2.0)
             return see_failure()
     finally:
         dist.destroy_process_group()
@@ -333,7 +334,7 @@ def end_alone(rank: int, folder: str, port: str) -> None:
         end_together()
         agree_bits(0)
         if rank:
-            miss_soon()
+            miss_soon(0.5)
             outlast(ProcessIdentity.from_json(processes[0]), Path(folder, "done"))
             own = current_watch()
             assert own is not None and own.failure is None
