@@ -328,6 +328,27 @@ def test_every_recipe_checks(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["decoder-124m-1gpu", "decoder-1b-h200"])
+def test_a_recipe_for_a_gpu_trains_small(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All its options go together, in another size and without the compiler's kernels."""
+    monkeypatch.chdir(tmp_path)
+    shape = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 48}
+    shape |= {"num_kv_heads": 2, "vocab_size": 96, "max_seq_len": 32}
+    words = [f"--model.{key}={value}" for key, value in shape.items()]
+    words += [f"--data.train.init_args.{key}=32" for key in ("sequence_length", "vocab_size")]
+    # Two micro-batches a step in both.
+    batch = 2 * 32 * (32 if "124m" in name else 8)
+    words += [f"--args.global_batch_tokens={batch}", f"--args.train_for={2 * batch} tokens"]
+    words += ["--args.warmup_steps=1", "--args.torch_compile_backend=eager"]
+    assert main(["-q", "train", str(ROOT / f"recipes/{name}.yaml"), *words]) == 0
+    facts = ask(capsys, "check", str(ROOT / f"recipes/{name}.yaml"), *words)
+    assert facts["steps"] == 2
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert (folder / "checkpoint-2").is_dir()
+
+
 # Without torch.
 
 
