@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from headway.config import rules
+from headway.config.hf_options import HF_OPTIONS
+from headway.config.keywords import parameters_of
 from headway.config.secrets import names_secret
 from headway.config.typecheck import Problem, conform_fields, field_types, unknown_keys
 from headway.errors import ConfigError
@@ -29,6 +31,12 @@ class Arguments:
     """Base of the argument dataclasses: strict types, filled-in values, collected problems."""
 
     strategy_name: ClassVar[str] = "single"
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        problems = unknown_keys(given, list(parameters_of(cls)), theirs=HF_OPTIONS)
+        if problems:
+            raise ConfigError([problem.message for problem in problems])
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         conform_fields(self)
@@ -95,7 +103,7 @@ def collect(cls: type[Any], given: Mapping[str, Any]) -> tuple[Any, list[Problem
     if not isinstance(given, Mapping):
         return None, [Problem((), f"arguments must be a mapping, got {type(given).__name__}")]
     names = field_types(cls)
-    problems = unknown_keys(given, list(names))
+    problems = unknown_keys(given, list(names), theirs=HF_OPTIONS)
     instance = object.__new__(cls)
     for field in dataclasses.fields(cls):
         if field.name in given:

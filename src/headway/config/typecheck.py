@@ -17,6 +17,7 @@ import sys
 import types
 import typing
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from headway.config.duration import Duration
@@ -129,8 +130,18 @@ def build(cls: type, given: Mapping[Any, Any], prefix: str) -> tuple[Any, list[P
     return instance, problems + conform_fields(instance, prefix)
 
 
-def unknown_keys(given: Mapping[Any, Any], allowed: list[str], prefix: str = "") -> list[Problem]:
-    """A problem for each key of `given` that is not allowed."""
+def unknown_keys(
+    given: Mapping[Any, Any],
+    allowed: list[str],
+    prefix: str = "",
+    *,
+    kind: str = "option",
+    theirs: Mapping[str, str] = MappingProxyType({}),
+) -> list[Problem]:
+    """A problem for each key of `given` that is not allowed.
+
+    `theirs` are names that Hugging Face has, with what to use in their place.
+    """
     dotted = f"{prefix}." if prefix else ""
     problems = []
     for key in given:
@@ -138,10 +149,12 @@ def unknown_keys(given: Mapping[Any, Any], allowed: list[str], prefix: str = "")
             continue
         option = f"{dotted}{key}"
         hint = nearest(str(key), allowed)
-        if hint:
-            message = f"unknown option {option!r}; did you mean {dotted + hint!r}?"
+        if key in theirs:
+            message = f"unknown {kind} {option!r} (Hugging Face's): {theirs[key]}"
+        elif hint:
+            message = f"unknown {kind} {option!r}; did you mean {dotted + hint!r}?"
         else:
-            message = unknown("option", option, [dotted + name for name in allowed])
+            message = unknown(kind, option, [dotted + name for name in allowed])
         problems.append(Problem((option,), message))
     return problems
 

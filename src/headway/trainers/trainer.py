@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,6 +57,7 @@ from headway.strategies.base import Strategy
 from headway.strategies.objective import LossFunction, Objective
 from headway.strategies.single import SingleDevice
 from headway.strategies.torch_settings import check_attention, torch_settings
+from headway.trainers.calling import Calling
 from headway.trainers.checkpointing import Checkpointing
 from headway.trainers.evaluation import Evaluation
 from headway.trainers.lr_find import LearningRateFinding
@@ -81,7 +82,14 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer(
-    Registration, Recording, RunRequests, Steering, Checkpointing, Evaluation, LearningRateFinding
+    Calling,
+    Registration,
+    Recording,
+    RunRequests,
+    Steering,
+    Checkpointing,
+    Evaluation,
+    LearningRateFinding,
 ):
     """Trains a model on one device; the classes derived from it choose another strategy.
 
@@ -89,8 +97,6 @@ class Trainer(
     callbacks is added to the default ones (one of the same class takes a default's place);
     `default_callbacks=False` leaves the defaults out.
     """
-
-    arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
 
     def __init__(
         self,
@@ -114,18 +120,12 @@ class Trainer(
         default_callbacks: bool = True,
         run_config: RunConfig | None = None,
     ) -> None:
-        if args is None:
-            args = self.arguments_class()
-        elif isinstance(args, Mapping):
-            args = self.arguments_class.from_dict(dict(args))
-        name = type(self).__name__
-        if not isinstance(args, self.arguments_class):
-            raise ConfigError(
-                f"args: {name} takes {self.arguments_class.__name__}, got {type(args).__name__}"
-            )
+        args = self._take_arguments(args)
         self.args: TrainingArguments = args
         if model is None and model_init is None:
-            raise ConfigError(f"{name} needs a model: give model=... or model_init=...")
+            raise ConfigError(
+                f"{type(self).__name__} needs a model: give model=... or model_init=..."
+            )
         self.env = distributed_env or detect_env(use_cpu=args.use_cpu, device=args.device)
         args._process_index, args._world_size = self.env.rank, self.env.world_size
         args._local_process_index = self.env.local_rank

@@ -1,0 +1,96 @@
+"""How a trainer is called and extended: what it would not heed is refused.
+
+Owns: which parameters a trainer takes, and what stands here for those and for the methods of
+Hugging Face's Trainer that programs give or override. Does not own: the arguments (config).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from headway.args import TrainingArguments
+from headway.config.keywords import parameters_of
+from headway.config.typecheck import unknown_keys
+from headway.errors import ConfigError
+
+_METRICS = "call predict(), which returns logits and labels, or give an EvaluatorCallback"
+_OPTIMIZER = "give optimizer_factory, optimizer_cls_and_kwargs or optimizer_groups"
+_LOADER = "give a DataLoader of your own as train_dataset or eval_dataset"
+_LOSS = "give compute_loss_func(outputs, labels, num_items_in_batch) to the trainer"
+_STEP = "give a callback with on_window, on_gradients or on_step_end"
+
+_HF_PARAMETERS = {
+    "compute_metrics": _METRICS,
+    "optimizers": "give optimizer_factory and lr_scheduler_factory, which make them",
+    "preprocess_logits_for_metrics": _METRICS,
+    "tokenizer": "use processing_class",
+}
+_HF_METHODS = {
+    "_get_eval_sampler": _LOADER,
+    "_get_train_sampler": _LOADER,
+    "_inner_training_loop": _STEP,
+    "_prepare_inputs": "give a data_collator, or a callback with on_window",
+    "_save": "give a callback with on_save",
+    "_save_checkpoint": "give a callback with on_save",
+    "compute_loss": _LOSS,
+    "create_optimizer": _OPTIMIZER,
+    "create_optimizer_and_scheduler": f"{_OPTIMIZER}, and lr_scheduler_factory",
+    "create_scheduler": "give lr_scheduler_factory",
+    "evaluation_loop": _METRICS,
+    "get_batch_samples": _LOADER,
+    "get_decay_parameter_names": "use no_decay_on, or give optimizer_groups",
+    "get_eval_dataloader": _LOADER,
+    "get_optimizer_cls_and_kwargs": _OPTIMIZER,
+    "get_test_dataloader": _LOADER,
+    "get_train_dataloader": _LOADER,
+    "prediction_loop": _METRICS,
+    "prediction_step": _METRICS,
+    "training_step": _STEP,
+}
+
+
+class Calling:
+    """The part of a trainer that looks at how it is made."""
+
+    arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
+
+    def __new__(cls, *positional: Any, **given: Any) -> Self:
+        parameters = parameters_of(cls)
+        if positional and all(p.kind is p.KEYWORD_ONLY for p in parameters.values()):
+            raise ConfigError(
+                f"{cls.__name__} takes its parameters by name: model=..., args=..., "
+                f"train_dataset=...; got {len(positional)} without one"
+            )
+        problems = unknown_keys(given, list(parameters), kind="parameter", theirs=_HF_PARAMETERS)
+        if problems:
+            raise ConfigError([f"{cls.__name__}: {problem.message}" for problem in problems])
+        uncalled = cls.uncalled_methods()
+        if uncalled:
+            raise ConfigError(
+                [
+                    f"{cls.__name__} defines {name}, which Headway never calls: {_HF_METHODS[name]}"
+                    for name in uncalled
+                ]
+            )
+        return super().__new__(cls)
+
+    def _take_arguments(
+        self, given: TrainingArguments | Mapping[str, Any] | None
+    ) -> TrainingArguments:
+        """The arguments of this trainer's class, of a dict or of nothing too."""
+        wanted = self.arguments_class
+        if given is None or isinstance(given, Mapping):
+            given = wanted.from_dict(dict(given or {}))
+        if not isinstance(given, wanted):
+            name, kind = type(self).__name__, type(given)
+            raise ConfigError(
+                f"args: {name} takes {wanted.__module__}.{wanted.__qualname__}, got "
+                f"{kind.__module__}.{kind.__qualname__}"
+            )
+        return given
+
+    @classmethod
+    def uncalled_methods(cls) -> list[str]:
+        """Methods of Hugging Face's Trainer that this class has, to no effect."""
+        return [name for name in _HF_METHODS if hasattr(cls, name)]

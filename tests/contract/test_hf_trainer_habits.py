@@ -1,0 +1,120 @@
+"""Programs written for transformers' Trainer: what is not honoured is refused, with what to use."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+import transformers
+
+import headway
+from headway import Trainer, TrainingArguments
+from headway.config import load_run
+from headway.errors import ConfigError
+from headway.testing import tiny_dataset, tiny_decoder
+
+THEIRS = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+OURS = {field.name for field in dataclasses.fields(TrainingArguments)}
+
+
+def make(tmp_path, cls=Trainer, **options):
+    args = TrainingArguments(output_dir=str(tmp_path / "run"), max_steps=2, use_cpu=True)
+    given = {"model": tiny_decoder(), "args": args, "train_dataset": tiny_dataset(8)}
+    return cls(**{**given, **options})
+
+
+@pytest.mark.parametrize("name", sorted(THEIRS - OURS))
+def test_an_option_of_theirs_that_we_do_not_have_says_what_to_do(name):
+    with pytest.raises(ConfigError) as caught:
+        TrainingArguments(output_dir="run", **{name: True})
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"unknown option {name!r}")
+    assert "did you mean" not in problem and "Allowed:" not in problem
+
+
+def test_every_unknown_option_is_told_and_the_nearest_name():
+    with pytest.raises(ConfigError) as caught:
+        TrainingArguments(output_dir="run", learning_rat=1e-4, bf16=True)
+    assert caught.value.problems == [
+        "unknown option 'learning_rat'; did you mean 'learning_rate'?",
+        "unknown option 'bf16' (Hugging Face's): use mixed_precision='bf16'",
+    ]
+
+
+def test_a_run_file_says_the_same(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {vocab_size: 8, hidden_size: 8, num_layers: 1, num_heads: 1}\nargs: {fp16: true}\n"
+    )
+    with pytest.raises(ConfigError, match=r"run.yaml:2: .*use mixed_precision='fp16'"):
+        load_run(str(file))
+
+
+def test_arguments_may_be_extended():
+    class Wider(TrainingArguments):
+        def __init__(self, width, **options):
+            super().__init__(**options)
+            self.width = width
+
+    assert Wider(width=3, max_steps=2).width == 3
+    with pytest.raises(ConfigError, match="mixed_precision"):
+        Wider(width=3, bf16=True)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(inspect.signature(transformers.Trainer).parameters) | {"tokenizer"})
+)
+def test_a_parameter_of_their_trainer_is_taken_or_refused_with_what_to_use(tmp_path, name):
+    if name in inspect.signature(Trainer).parameters:
+        return
+    with pytest.raises(ConfigError, match=f"unknown parameter '{name}' .Hugging Face's.: "):
+        make(tmp_path, **{name: None})
+
+
+def test_parameters_go_by_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"model=\.\.\., args=\.\.\."):
+        Trainer(tiny_decoder(), TrainingArguments(output_dir=str(tmp_path)))
+
+
+def test_their_arguments_are_told_from_ours(tmp_path):
+    theirs = transformers.TrainingArguments(output_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"headway.*TrainingArguments.*transformers\."):
+        make(tmp_path, args=theirs)
+
+
+def test_a_method_that_nobody_would_call_is_refused(tmp_path):
+    class Weighted(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).loss * 0
+
+    with pytest.raises(ConfigError, match=r"Weighted defines compute_loss.*compute_loss_func"):
+        make(tmp_path, Weighted)
+
+
+def test_so_is_one_that_comes_from_a_mixin(tmp_path):
+    class Sampling:
+        def _get_train_sampler(self):
+            return None
+
+    class Mine(Sampling, Trainer):
+        pass
+
+    with pytest.raises(ConfigError, match="Mine defines _get_train_sampler"):
+        make(tmp_path, Mine)
+
+
+def test_a_trainer_may_be_extended(tmp_path):
+    class Mine(Trainer):
+        def __init__(self, *, extra, **options):
+            super().__init__(**options)
+            self.extra = extra
+
+    assert make(tmp_path, Mine, extra=1).train().global_step == 2
+    with pytest.raises(ConfigError, match=r"compute_metrics.*predict"):
+        make(tmp_path, Mine, extra=1, compute_metrics=print)
+
+
+def test_our_own_trainers_define_none_of_their_methods():
+    for name in ("Trainer", "DDPTrainer", "FSDP2Trainer", "PipelineTrainer", "AccelTrainer"):
+        assert getattr(headway, name).uncalled_methods() == []
