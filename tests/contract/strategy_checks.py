@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -168,11 +169,21 @@ def predicted(strategy: str, folder: str) -> dict[str, Any]:
 
 def evaluated(strategy: str, folder: str) -> dict[str, Any]:
     trainer = build(strategy, folder, [Count()])
+    trainer.compute_metrics = measure_all
     metrics = trainer.evaluate()
+    own = {name: metrics[f"eval_{name}"] for name in ("samples", "labels", "logits")}
     prompt = torch.tensor([[5, 6, 7]])
     trainer.model.eval()
     tokens = trainer.strategy.generate(prompt, max_new_tokens=5, do_sample=False)
-    return {"loss": metrics["eval_loss"], "tokens": tokens.tolist()}
+    return {"loss": metrics["eval_loss"], "tokens": tokens.tolist(), "own": own}
+
+
+def measure_all(found: Any) -> dict[str, float]:
+    """Figures that the order of samples and a sample too many or too few would change."""
+    samples, length = found.label_ids.shape
+    weights = np.arange(samples * length).reshape(samples, length)
+    labels, logits = found.label_ids * weights, found.predictions.mean(-1) * weights
+    return {"samples": samples, "labels": labels.sum(), "logits": np.abs(logits).sum()}
 
 
 def written(strategy: str, folder: str) -> dict[str, Any]:

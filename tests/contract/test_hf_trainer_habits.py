@@ -111,8 +111,8 @@ def test_a_trainer_may_be_extended(tmp_path):
             self.extra = extra
 
     assert make(tmp_path, Mine, extra=1).train().global_step == 2
-    with pytest.raises(ConfigError, match=r"compute_metrics.*predict"):
-        make(tmp_path, Mine, extra=1, compute_metrics=print)
+    with pytest.raises(ConfigError, match=r"optimizers.*optimizer_factory"):
+        make(tmp_path, Mine, extra=1, optimizers=(None, None))
 
 
 def test_our_own_trainers_define_none_of_their_methods():

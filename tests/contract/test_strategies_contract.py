@@ -30,6 +30,7 @@ def test_a_strategy_keeps_the_contract(strategy, alone, tmp_path):
             found["predicted"]["logits"], alone["predicted"]["logits"], rtol=1e-4, atol=1e-5
         )
         assert found["evaluated"]["loss"] == pytest.approx(alone["evaluated"]["loss"], rel=1e-5)
+        assert found["evaluated"]["own"] == pytest.approx(alone["evaluated"]["own"], rel=1e-4)
         assert found["written"]["complaints"] == []
         for what in ("in_checkpoint", "in_folder"):
             wanted = pytest.approx(alone["written"][what], rel=1e-3, abs=1e-3)

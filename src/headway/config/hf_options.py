@@ -6,7 +6,7 @@ Owns: what to use in the place of each. Does not own: the options that both have
 from __future__ import annotations
 
 _ALWAYS = "it is always so here, leave it out"
-_NO_METRICS = "call predict(), which returns logits and labels"
+_NO_METRICS = "compute_metrics is called once, with all predictions and labels; or call predict()"
 _NO_UPLOAD = "nothing is uploaded here, push the folder that save_model() writes"
 _OLD_DEVICES = "the device is found by itself, leave it out; use_cpu and device choose another"
 _NO_LENGTH_GROUPS = (

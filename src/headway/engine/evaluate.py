@@ -55,9 +55,13 @@ def run_evaluation(
     max_steps: int = -1,
     prefix: str = "eval",
     keep_outputs: bool = False,
+    preprocess_logits: Callable[[Tensor, Tensor | None], Tensor] | None = None,
     must_end: Callable[[], bool] | None = None,
 ) -> EvalResult | None:
     """One pass over the data (at most `max_steps` batches of it when that is positive).
+
+    Of outputs that are kept, `preprocess_logits` makes what is wanted of a batch's logits and
+    labels, while they are on the device.
 
     `must_end` is asked before every batch; once it says so the pass ends and gives None, since an
     average over a part is not the metric.
@@ -78,7 +82,7 @@ def run_evaluation(
             sums[0] += step.loss_sum
             sums[1] += step.num_targets
         if keep_outputs and not window.num_fillers:
-            _keep(result, step.logits, step.labels)
+            _keep(result, step.logits, step.labels, preprocess_logits)
         bus.fire("on_prediction_step")
     if num_batches == 0:
         raise ConfigError(
@@ -107,8 +111,19 @@ def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
 
 
-def _keep(result: EvalResult, logits: Any, labels: Any) -> None:
+def _keep(
+    result: EvalResult,
+    logits: Any,
+    labels: Any,
+    preprocess: Callable[[Tensor, Tensor | None], Tensor] | None,
+) -> None:
     if isinstance(logits, Tensor):
-        result.logits.append(logits.detach().float().cpu())
+        kept = logits.detach() if preprocess is None else preprocess(logits.detach(), labels)
+        if not isinstance(kept, Tensor):
+            raise ConfigError(
+                f"preprocess_logits_for_metrics returned {type(kept).__name__}; allowed: a tensor"
+            )
+        # numpy has no bfloat16.
+        result.logits.append(kept.float().cpu() if kept.is_floating_point() else kept.cpu())
     if isinstance(labels, Tensor):
         result.labels.append(labels.detach().cpu())

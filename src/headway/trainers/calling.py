@@ -14,16 +14,14 @@ from headway.config.keywords import parameters_of
 from headway.config.typecheck import unknown_keys
 from headway.errors import ConfigError
 
-_METRICS = "call predict(), which returns logits and labels, or give an EvaluatorCallback"
+_METRICS = "give compute_metrics to the trainer, call predict(), or give an EvaluatorCallback"
 _OPTIMIZER = "give optimizer_factory, optimizer_cls_and_kwargs or optimizer_groups"
 _LOADER = "give a DataLoader of your own as train_dataset or eval_dataset"
 _LOSS = "give compute_loss_func(outputs, labels, num_items_in_batch) to the trainer"
 _STEP = "give a callback with on_window, on_gradients or on_step_end"
 
 _HF_PARAMETERS = {
-    "compute_metrics": _METRICS,
     "optimizers": "give optimizer_factory and lr_scheduler_factory, which make them",
-    "preprocess_logits_for_metrics": _METRICS,
     "tokenizer": "use processing_class",
 }
 _HF_METHODS = {

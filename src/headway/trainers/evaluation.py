@@ -11,12 +11,14 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from headway.data.loader import WindowLoader
+from headway.dist.agreement import exchange
 from headway.dist.failure import guard_run
 from headway.engine.evaluate import EvalResult, evaluation_mode, run_evaluation
 from headway.errors import ConfigError
 from headway.optim.preserved import put_back_randomness, take_randomness
 from headway.strategies.torch_settings import torch_settings
 from headway.trainers.outputs import PredictionOutput, gather_batches, join_batches
+from headway.trainers.own_metrics import ComputeMetrics, PreprocessLogits, compute_own_metrics
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,6 +37,8 @@ class Evaluation:
     model: nn.Module | None
     strategy: Strategy | None
     eval_dataset: Any
+    compute_metrics: ComputeMetrics | None
+    preprocess_logits_for_metrics: PreprocessLogits | None
     _objective: Objective | None
     _eval_loader: WindowLoader | None
 
@@ -50,7 +54,7 @@ class Evaluation:
     def evaluate(
         self, eval_dataset: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Loss and speed over `eval_dataset` (or the trainer's own)."""
+        """Loss, speed and what `compute_metrics` adds, for `eval_dataset` or the trainer's own."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ConfigError("evaluate() needs eval_dataset, here or in the constructor")
@@ -59,13 +63,14 @@ class Evaluation:
         return result.metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Logits, labels and metrics for a dataset, on every rank; the logits are on the host."""
+        """Logits, labels and metrics for a dataset, on every rank; the logits are on the host.
+
+        Where `preprocess_logits_for_metrics` is given, its results in the place of the logits.
+        """
         with guard_run(), torch_settings(self.args):
             result = self._pass(test_dataset, "on_predict", metric_key_prefix, keep_outputs=True)
-        assert self.strategy is not None
-        shard = self.strategy.data_shard()
-        logits, labels = gather_batches(shard, result.logits, result.labels)
-        return PredictionOutput(join_batches(logits), join_batches(labels), result.metrics)
+        labels = join_batches(result.labels)
+        return PredictionOutput(join_batches(result.logits), labels, result.metrics)
 
     def evaluate_weights(self, prefix: str) -> dict[str, float]:
         """In a run: evaluate the weights as they are now, which are not those in training.
@@ -133,13 +138,29 @@ class Evaluation:
                     self.bus,
                     max_steps=self.args.max_eval_steps,
                     prefix=prefix,
-                    keep_outputs=keep_outputs,
+                    keep_outputs=keep_outputs or self.compute_metrics is not None,
+                    preprocess_logits=self.preprocess_logits_for_metrics,
                     must_end=must_end,
                 )
             if result is None:
                 return None
+            self._add_own_metrics(result, prefix, keep_outputs)
             if event == "on_evaluate":
                 self.log(dict(result.metrics))
             if event:
                 self.bus.fire(event, metrics=result.metrics)
         return result
+
+    def _add_own_metrics(self, result: EvalResult, prefix: str, keep_outputs: bool) -> None:
+        """Outputs of all ranks, and what `compute_metrics` makes of them; every rank calls it."""
+        assert self.strategy is not None
+        compute, shard = self.compute_metrics, self.strategy.data_shard()
+        if compute is None and not keep_outputs:
+            return
+        lists = result.logits, result.labels
+        result.logits, result.labels = gather_batches(shard, *lists, everywhere=keep_outputs)
+        if compute is None or (keep_outputs and not result.labels):
+            return  # a prediction may be of data that nobody has labelled
+        # By one rank, so that all decide by the same numbers whatever the function does.
+        own = compute_own_metrics(compute, result, prefix) if self.args.process_index == 0 else {}
+        result.metrics |= own if self.args.world_size == 1 else exchange(own)[0]

@@ -85,12 +85,23 @@ def join_batches(tensors: list[Tensor]) -> Array | list[Array] | None:
     return arrays
 
 
-def gather_batches(shard: DataShard, *lists: list[Tensor]) -> list[list[Tensor]]:
-    """Each list with the batches of all ranks, in the order in which the data was dealt."""
+def gather_batches(
+    shard: DataShard, *lists: list[Tensor], everywhere: bool = True
+) -> list[list[Tensor]]:
+    """Each list with the batches of all ranks, in the order in which the data was dealt.
+
+    Not `everywhere`: on rank 0; the others have nothing left.
+    """
     if shard.world_size == 1:
         return list(lists)
     told: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(told, (shard.rank, lists), group=host_group())
+    if everywhere:
+        distributed.all_gather_object(told, (shard.rank, lists), group=host_group())
+    elif distributed.get_rank() == 0:
+        distributed.gather_object((shard.rank, lists), told, group=host_group())
+    else:
+        distributed.gather_object((shard.rank, lists), group=host_group())
+        return [[] for _ in lists]
     by_share = dict(reversed(told))  # of equals the first rank's
     shares = [by_share[rank] for rank in range(shard.world_size)]
     return [

@@ -42,6 +42,8 @@ def check_arguments(
     device: torch.device,
 ) -> None:
     """Refuse what only torch, the device or the given model can tell, before anything is built."""
+    if model is None and model_init is None:
+        raise ConfigError("a trainer needs a model: give model=... or model_init=...")
     checks: list[Callable[[], object]] = [lambda: _check_place(args, model, model_init)]
     recipe, compiling = args.fp8_recipe, CompileOptions.from_args(args)
     if recipe is not None:

@@ -63,6 +63,7 @@ from headway.trainers.evaluation import Evaluation
 from headway.trainers.lr_find import LearningRateFinding
 from headway.trainers.model import flops_per_token
 from headway.trainers.outputs import RunStart, TrainOutput
+from headway.trainers.own_metrics import ComputeMetrics, PreprocessLogits
 from headway.trainers.plan import RunPlan, accumulation_steps, has_length, plan_run
 from headway.trainers.preflight import GuardedCollator, check_data_fits, check_fp8_tokens
 from headway.trainers.preparation import (
@@ -110,6 +111,8 @@ class Trainer(
         processing_class: Any = None,
         callbacks: Sequence[Any] | Mapping[str, Any] | None = None,
         compute_loss_func: LossFunction | None = None,
+        compute_metrics: ComputeMetrics | None = None,
+        preprocess_logits_for_metrics: PreprocessLogits | None = None,
         distributed_env: DistributedEnvInterface | None = None,
         optimizer_factory: OptimizerFactory | None = None,
         optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
@@ -122,10 +125,6 @@ class Trainer(
     ) -> None:
         args = self._take_arguments(args)
         self.args: TrainingArguments = args
-        if model is None and model_init is None:
-            raise ConfigError(
-                f"{type(self).__name__} needs a model: give model=... or model_init=..."
-            )
         self.env = distributed_env or detect_env(use_cpu=args.use_cpu, device=args.device)
         args._process_index, args._world_size = self.env.rank, self.env.world_size
         args._local_process_index = self.env.local_rank
@@ -138,7 +137,8 @@ class Trainer(
         self.data_collator = data_collator
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class = processing_class
-        self.compute_loss_func = compute_loss_func
+        self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
         self._optimizer_factory = optimizer_factory
