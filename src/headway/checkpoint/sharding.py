@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.header import StoredTensor
@@ -78,11 +79,17 @@ def as_destination(stored: StoredTensor, tensor: Tensor) -> Destination:
 def empty_state(
     param: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Memory for a state of a parameter: spread as the parameter is if it has the same shape."""
-    if not is_spread(param) or not shape or device != param.device:
+    """Memory for a state of a parameter: it lies as the parameter does if it has the same shape.
+
+    That is, spread over the ranks, and in the same order in memory, which fused kernels go by.
+    """
+    spread = is_spread(param)
+    if not shape or (spread and device != param.device):
         return torch.empty(shape, dtype=dtype, device=device)
-    if shape == tuple(param.shape):
-        return torch.empty_like(param, dtype=dtype, requires_grad=False)
+    if shape == tuple(param.shape) and (spread or not is_traceable_wrapper_subclass(param)):
+        return torch.empty_like(param, dtype=dtype, device=device, requires_grad=False)
+    if not spread:
+        return torch.empty(shape, dtype=dtype, device=device)
     from torch.distributed.tensor import DTensor, Replicate
 
     # As optimizers make it: what is not of the parameter's shape is the same on all ranks.
