@@ -54,10 +54,10 @@ def _name_of(names: Mapping[int, str], param: torch.Tensor, group: int, number: 
     return names[id(param)]
 
 
-def _named_params(
+def named_params(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> list[dict[str, torch.Tensor]]:
-    """Parameters by name, one dict per group."""
+    """Parameters by name, one dict per group; `ConfigError` if one has no name, or two groups."""
     groups: list[dict[str, torch.Tensor]] = []
     seen: set[str] = set()
     for index, group in enumerate(optimizer.param_groups):
@@ -81,7 +81,7 @@ def split_optimizer(
     """
     tensors: dict[str, Any] = {}
     params: dict[str, Any] = {}
-    groups = _named_params(optimizer, names)
+    groups = named_params(optimizer, names)
     for members in groups:
         for name, param in members.items():
             params[name] = _split_param(name, param, optimizer.state.get(param, {}), tensors)
@@ -243,7 +243,7 @@ def plan_optimizer(
     _check_structure(encoded, file)
     present = {n: p for n, p in encoded["params"].items() if n not in elsewhere}
     encoded = {**encoded, "params": present}
-    groups = _named_params(optimizer, names)
+    groups = named_params(optimizer, names)
     live = {name: param for members in groups for name, param in members.items()}
     _check_fit(optimizer, live, encoded, reader)
     rest_names = [n for n in reader.weight_map if n.startswith(("param_groups/", "shared/"))]
@@ -274,7 +274,7 @@ def find_regrouped(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], encoded: Mapping[str, Any]
 ) -> list[str]:
     """How the live groups differ from those of a state that fits the optimizer, in words."""
-    groups = _named_params(optimizer, names)
+    groups = named_params(optimizer, names)
     live = [list(members) for members in groups]
     saved = encoded["rest"]["param_groups"]
     return tell_regrouped(optimizer.param_groups, live, encoded["groups"], saved)

@@ -42,7 +42,7 @@ from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.jsonfile import is_long
 from headway.checkpoint.manifest import finite_or_text
 from headway.checkpoint.model import ModelTensors, collect_model
-from headway.checkpoint.optimizer import expected_state_bytes, split_optimizer
+from headway.checkpoint.optimizer import expected_state_bytes, named_params, split_optimizer
 from headway.checkpoint.packed import ALIGN_BYTES, aligned, cut_up, packed_bytes
 from headway.checkpoint.parameter_state import ParameterState
 from headway.checkpoint.ranks import Ranks
@@ -57,6 +57,7 @@ from headway.checkpoint.staged import (
     TensorSlice,
 )
 from headway.checkpoint.storage import check_name, is_plain_file, list_files
+from headway.checkpoint.tensors import spec_of
 from headway.checkpoint.tree import has_plain_keys, split_tree
 from headway.errors import ConfigError
 
@@ -211,15 +212,20 @@ class Stager:
 
         Optimizer state that does not exist yet is estimated from the class; if the estimate is
         wrong, the first save allocates again. With `ready=False` only the size is found out and
-        addresses are taken; `make_ready` does the rest.
+        addresses are taken; `make_ready` does the rest. What no save could store is an error.
         """
         staged = StagedCheckpoint()
+        model = collect_model(contents.model)
         if contents.stores_model:
-            staged.components.append(self._take_model(contents, collect_model(contents.model)))
+            staged.components.append(self._take_model(contents, model))
         staged.components += [self._take_component(c) for c in contents.components]
-        tensors = [_values_of(_part_of(slots[name])) for slots, name in staged.tensor_slots()]
+        tensors = []
+        for slots, name in staged.tensor_slots():
+            tensors.append(_values_of(_part_of(slots[name])))
+            spec_of(tensors[-1], name)  # not after hours, at the first save
         size = packed_bytes(tensors)
         if contents.optimizer is not None:
+            named_params(contents.optimizer, model.names_by_id())  # likewise
             size += expected_state_bytes(contents.optimizer, aligned)
         buffers = self._make_buffers(tensors)
         buffers.spare_bytes = sum(

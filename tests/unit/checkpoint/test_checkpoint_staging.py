@@ -12,6 +12,7 @@ from torch import nn
 
 from headway.checkpoint import (
     CheckpointContents,
+    CheckpointError,
     CheckpointManager,
     SharingPattern,
     StateComponent,
@@ -303,3 +304,14 @@ def test_memory_that_cannot_be_locked_is_told_and_blamed_on_nobody_else(monkeypa
     assert "could not page-lock" in caplog.text
     assert len(met_by) == 1 and met_by[0] is not threading.current_thread()
     assert devices == [3]
+
+
+def test_what_no_save_could_store_is_refused_before_the_first_step():
+    model = nn.Linear(2, 2)
+    model.register_buffer("angles", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(CheckpointError, match="'angles' cannot be stored: .*complex128"):
+        Stager(SoloRanks()).reserve(CheckpointContents(model))
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ConfigError, match="not a parameter of the model"):
+        Stager(SoloRanks()).reserve(CheckpointContents(model, optimizer))
