@@ -7,7 +7,7 @@ Does not own: tie detection (models/ties.py), files (tensors.py), the choice of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ def collect_model(model: nn.Module) -> ModelTensors:
     extra: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if name.rpartition(".")[2] == _EXTRA_STATE or not isinstance(value, torch.Tensor):
-            extra[name] = value
+            extra[clean_name(name)] = value
         else:
             by_name[clean_name(name)] = value
     if len({tensor_identity(tensor) for tensor in by_name.values()}) == len(by_name):
@@ -75,10 +75,17 @@ def collect_model(model: nn.Module) -> ModelTensors:
     return ModelTensors(by_name, stored, aliases, extra)
 
 
-def load_extra_state(model: nn.Module, extra: dict[str, Any]) -> None:
-    """Give modules their extra state back."""
+def load_extra_state(model: nn.Module, extra: Mapping[str, Any]) -> None:
+    """Give modules back, by their own `load_state_dict`, what is none of their tensors."""
     if extra:
-        model.load_state_dict(extra, strict=False)
+        own = {clean_name(name): name for name in model.state_dict()}
+        model.load_state_dict({own.get(clean_name(n), n): v for n, v in extra.items()}, False)
+
+
+def tensors_made(model: nn.Module, live: ModelTensors) -> dict[str, torch.Tensor]:
+    """Tensors that `state_dict` makes, by a hook for example: to fill them fills no module."""
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return {name: tensor for name, tensor in live.by_name.items() if id(tensor) not in own}
 
 
 def describe_names(names: Iterable[str], candidates: Collection[str] = ()) -> str:

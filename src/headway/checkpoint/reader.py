@@ -29,10 +29,12 @@ from headway.checkpoint.jobs import num_readers
 from headway.checkpoint.jsonfile import read_json, read_json_object
 from headway.checkpoint.manifest import Manifest
 from headway.checkpoint.model import (
+    ModelTensors,
     collect_model,
     describe_names,
     load_extra_state,
     plan_model,
+    tensors_made,
 )
 from headway.checkpoint.optimizer import plan_optimizer
 from headway.checkpoint.parameter_state import ParameterState
@@ -89,15 +91,29 @@ def plan_weights(
             f"{directory} holds quantized weights, which a run's model cannot take; for evaluation "
             "put them into a model with load_checkpoint(directory, module)"
         )
-    plan, reader = LoadPlan(), _open_shards(directory, "model", ranks)
-    plan.add(reader, plan_model(collect_model(model), reader, elsewhere))
-    plan.steps.append(lambda: _load_extra(model, directory, manifest))
+    plan, live = LoadPlan(), collect_model(model)
+    _plan_model(plan, model, live, directory, manifest, ranks, elsewhere)
     return plan
 
 
-def _load_extra(model: nn.Module, directory: Path, manifest: Manifest) -> None:
-    if f"{MODEL_EXTRA_STEM}.json" in manifest.files:
-        load_extra_state(model, read_tree(directory, MODEL_EXTRA_STEM, manifest))
+def _plan_model(
+    plan: LoadPlan,
+    model: nn.Module,
+    live: ModelTensors,
+    directory: Path,
+    manifest: Manifest,
+    ranks: Ranks,
+    elsewhere: Collection[str],
+) -> None:
+    reader = _open_shards(directory, "model", ranks)
+    plan.add(reader, plan_model(live, reader, elsewhere))
+
+    def give_rest() -> None:
+        has_extra = f"{MODEL_EXTRA_STEM}.json" in manifest.files
+        extra = read_tree(directory, MODEL_EXTRA_STEM, manifest) if has_extra else {}
+        load_extra_state(model, {**tensors_made(model, live), **extra})
+
+    plan.steps.append(give_rest)
 
 
 def _plan_tensors(
@@ -116,9 +132,7 @@ def _plan_tensors(
             raise CheckpointError(
                 f"{directory} holds no model; name the components to load to go without it"
             )
-        reader = _open_shards(directory, "model", ranks)
-        plan.add(reader, plan_model(live, reader, elsewhere))
-        plan.steps.append(lambda: _load_extra(contents.model, directory, manifest))
+        _plan_model(plan, contents.model, live, directory, manifest, ranks, elsewhere)
     if "optimizer" in wanted and contents.optimizer is not None:
         if manifest.component("optimizer") is None:
             raise CheckpointError(

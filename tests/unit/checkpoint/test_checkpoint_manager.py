@@ -192,6 +192,33 @@ def test_extra_state_of_modules_returns(tmp_path):
     assert contents.model[0].scale == 17
 
 
+def test_extra_state_returns_to_a_module_that_is_compiled_no_more(tmp_path):
+    saved = checkpoint.CheckpointContents(nn.Sequential(torch.compile(WithExtra(2, 2))))
+    saved.model[0].scale = 17
+    CheckpointManager(tmp_path).save(saved, 1)
+    contents = checkpoint.CheckpointContents(nn.Sequential(WithExtra(2, 2)))
+    CheckpointManager(tmp_path).load(contents)
+    assert contents.model[0].scale == 17
+
+
+def test_a_tensor_that_a_hook_makes_for_the_state_dict_returns(tmp_path):
+    def build(value):
+        model = nn.Linear(2, 2)
+        model.register_buffer("seen", torch.full((2,), value))
+
+        def store_wide(module, state, prefix, _):
+            state[f"{prefix}seen"] = module.seen.double()
+
+        model.register_state_dict_post_hook(store_wide)
+        return checkpoint.CheckpointContents(model)
+
+    manager = CheckpointManager(tmp_path)
+    manager.save(build(3.0), 1)
+    contents = build(0.0)
+    manager.load(contents)
+    assert contents.model.seen.tolist() == [3.0, 3.0]
+
+
 # -- order and retention ----------------------------------------------------------------------
 
 
