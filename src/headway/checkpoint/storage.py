@@ -173,8 +173,12 @@ class DigestWriter:
         self._hasher.update(data)
         view = memoryview(data)
         self._num_bytes += view.nbytes
-        while view.nbytes:  # one write call moves at most 2 GiB on Linux
-            view = view[self._file.write(view) :]
+        try:
+            while view.nbytes:  # one write call moves at most 2 GiB on Linux
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            error.filename = str(self._path)  # a full disk does not tell which
+            raise
 
     @property
     def record(self) -> FileRecord:

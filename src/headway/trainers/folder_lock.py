@@ -52,9 +52,10 @@ class FolderLock:
         except OSError:  # no locks on this file system
             os.close(file)
             return
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._file = file
+        with contextlib.suppress(OSError):  # a full disk; the lock holds without a name
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
         """The file stays: another run may wait to open it."""

@@ -7,6 +7,7 @@ import torch
 from checkpoint_faults import make_contents
 
 from headway.checkpoint import CheckpointManager, verify
+from headway.checkpoint.storage import Storage
 from headway.testing.faults import Died, Fault, FaultyStorage, enumerate_operations
 
 
@@ -121,3 +122,15 @@ def test_error_in_a_callback_removes_the_temporary_directory(tmp_path, old_and_n
     with pytest.raises(ValueError, match="no"):
         CheckpointManager(tmp_path).save(old_and_new[0], 1, before_commit=fail)
     assert list(tmp_path.iterdir()) == []
+
+
+class FullDisk(Storage):
+    def create(self, path):
+        return open("/dev/full", "wb", buffering=0)
+
+
+def test_a_full_disk_is_told_with_the_file_that_found_it_full(tmp_path, old_and_new):
+    manager = CheckpointManager(tmp_path / "run", storage=FullDisk(tmp_path / "run"))
+    with pytest.raises(OSError, match=r"No space left on device: '.*run/checkpoint-5\.tmp-"):
+        manager.save(old_and_new[0], 5)
+    assert not any((tmp_path / "run").iterdir())
