@@ -21,6 +21,7 @@ from headway.args import TrainingArguments
 from headway.checkpoint import CheckpointError, CheckpointManager, Manifest, read_manifest
 from headway.checkpoint.errors import DamagedError
 from headway.checkpoint.jsonfile import read_json_object
+from headway.checkpoint.storage import is_url
 from headway.config.differences import differences
 from headway.config.rules_values import LOADABLE
 from headway.config.snapshot import versions, write_json
@@ -77,11 +78,13 @@ def find_checkpoint(
     manager.clean_leftovers()
     if resume is False:
         listed = manager.list()
-        if listed and not args.overwrite_output_dir:
+        movable = not is_url(args.output_dir)  # an address has no renames to set things aside by
+        if listed and not (movable and args.overwrite_output_dir):
+            way_out = ", or set overwrite_output_dir=True to let this run replace it"
             raise ConfigError(
-                f"resume_from_checkpoint=False, but output_dir already holds {listed[-1].path}; "
-                f"choose another output_dir, or set overwrite_output_dir=True to let this run "
-                f"replace it"
+                f"resume_from_checkpoint=False, but output_dir already holds "
+                f"{args.output_dir}/{listed[-1].path.name}; choose another output_dir"
+                f"{way_out if movable else ''}"
             )
         return None
     if resume is not True:

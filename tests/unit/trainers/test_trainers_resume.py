@@ -80,6 +80,18 @@ def test_false_starts_afresh_only_when_told_to_overwrite(tmp_path):
     assert not (tmp_path / "run" / "resume-2.json").exists()
 
 
+
+def test_a_fresh_start_at_a_used_address_deletes_nothing(tmp_path, monkeypatch):
+    pytest.importorskip("fsspec")
+    monkeypatch.chdir(tmp_path)
+    address = f"file://{tmp_path}/bucket"
+    make(address, 4).train()
+    fresh = {"resume_from_checkpoint": False, "overwrite_output_dir": True}
+    with pytest.raises(ConfigError, match=r"bucket/checkpoint-4; choose another output_dir$"):
+        make(address, 6, save_total_limit=1, **fresh).train()
+    assert [verify(tmp_path / "bucket" / f"checkpoint-{step}") for step in (2, 4)] == [[], []]
+
+
 def test_the_newest_is_told_by_the_save_counter(tmp_path):
     train(tmp_path, 6)
     train(tmp_path, 3, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
