@@ -39,6 +39,7 @@ from headway.models.hf import generation_config_of, hf_config_of
 from headway.optim.build import follow_scheduler
 from headway.optim.schedule_state import ScheduleState
 from headway.optim.scheduler import CurveLR
+from headway.trainers.best_model import find_best
 from headway.trainers.callback_tensors import part_of, tensor_components
 from headway.trainers.fingerprints import take_fingerprints
 from headway.trainers.folder_lock import FolderLock
@@ -482,12 +483,10 @@ class Saver:
         trainer = self._trainer
         assert trainer.strategy is not None
         self.deliver()
-        best = self.manager.best()
+        found = find_best(self.manager, trainer.state)
+        best = trainer._ranks().share(None if found is None else str(found))
         if best is None:
-            logger.warning(
-                "load_best_model_at_end: no checkpoint was evaluated; the last one stays"
-            )
             return
-        logger.info("loading the best model, %s (%s)", best, trainer.state.best_metric)
+        logger.info("loading the best model, %s", best)
         self.manager.load_model(trainer.strategy.unwrap(), best)
-        trainer.bus.fire("on_load_model_weights", path=str(best))
+        trainer.bus.fire("on_load_model_weights", path=best)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -475,6 +476,30 @@ def test_a_fresh_run_in_a_used_folder_never_touches_the_earlier_one(tmp_path):
         "checkpoint-1",
         "checkpoint-2",
     ]
+
+
+def test_the_best_model_is_that_of_the_best_evaluation_wherever_it_was_saved(tmp_path, caplog):
+    class Script(TrainerCallback):
+        priority = 100
+
+        def on_evaluate(self, metrics, state):
+            metrics["eval_loss"] = [5.0, 1.0, 3.0, 4.0, 2.0, 6.0][state.global_step - 1]
+
+    keep = KeepWeights()
+    settings = dict.fromkeys(("eval_strategy", "save_strategy"), "steps")
+    settings |= {"eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    settings |= {"learning_rate": 1e-2, "max_steps": 6, "save_total_limit": 2}
+    tiny_trainer(tmp_path / "a", [Script(), keep], stop_at=4, **settings).train()
+    earlier = {"resume_from_checkpoint": str(tmp_path / "a/out/checkpoint-4")}
+    other = tiny_trainer(tmp_path / "b", [Script()], **settings, **earlier)
+    other.train()
+    assert (
+        torch.equal(weights_of(other), keep.weights[1]) and "has no checkpoint" not in caplog.text
+    )
+    shutil.rmtree(tmp_path / "a/out/checkpoint-2")
+    tiny_trainer(tmp_path / "c", [Script()], **settings, **earlier).train()
+    assert "the best evaluation, 1.0 at step 2, has no checkpoint" in caplog.text
+    assert "c/out/checkpoint-5 (2.0)" in caplog.text
 
 
 def test_steps_repeated_after_a_rollback_are_logged_and_evaluated(tmp_path):

@@ -80,7 +80,6 @@ def test_false_starts_afresh_only_when_told_to_overwrite(tmp_path):
     assert not (tmp_path / "run" / "resume-2.json").exists()
 
 
-
 def test_a_fresh_start_at_a_used_address_deletes_nothing(tmp_path, monkeypatch):
     pytest.importorskip("fsspec")
     monkeypatch.chdir(tmp_path)
