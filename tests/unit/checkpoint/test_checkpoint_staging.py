@@ -309,7 +309,7 @@ def test_memory_that_cannot_be_locked_is_told_and_blamed_on_nobody_else(monkeypa
 def test_what_no_save_could_store_is_refused_before_the_first_step():
     model = nn.Linear(2, 2)
     model.register_buffer("angles", torch.zeros(2, dtype=torch.complex128))
-    with pytest.raises(CheckpointError, match="'angles' cannot be stored: .*complex128"):
+    with pytest.raises(CheckpointError, match=r"'angles' cannot be stored: .*complex128"):
         Stager(SoloRanks()).reserve(CheckpointContents(model))
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.zeros(3))])
