@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from headway.checkpoint import (
     CheckpointManager,
     committed,
+    is_pinned,
     find_latest_checkpoint,
     load_checkpoint,
     read_manifest,
@@ -170,6 +171,23 @@ def test_equal_checkpoints_compare_equal(run, capsys):
     shutil.copytree(run / "checkpoint-1", run.parent / "other")
     assert "equal" in headway(capsys, "diff", run / "checkpoint-1", run.parent / "other")
     assert headway(capsys, "diff", run / "checkpoint-1", run / "checkpoint-1", code=2)
+
+
+def test_a_run_directory_is_pinned_by_its_newest_checkpoint(run, capsys):
+    assert "checkpoint-3: pinned" in headway(capsys, "pin", run)
+    assert [is_pinned(run / f"checkpoint-{step}") for step in (1, 2, 3)] == [False, False, True]
+    assert ask(capsys, "unpin", run)["paths"] == [str(run / "checkpoint-3")]
+    assert not is_pinned(run / "checkpoint-3")
+
+
+def test_prune_leaves_the_last_whole_checkpoint(run, capsys):
+    for step, name in ((3, "model-00001-of-00001.safetensors"), (2, "trainer_state.json")):
+        file = run / f"checkpoint-{step}" / name
+        file.write_bytes(file.read_bytes()[:-1] + b"~")
+    assert ask(capsys, "prune", run, "--keep", "1", "--yes")["deleted"] == []
+    (run / "checkpoint-2" / "trainer_state.json").write_bytes(b"")
+    shutil.copytree(run / "checkpoint-1", run / "checkpoint-0")
+    assert ask(capsys, "prune", run, "--keep", "1", "--yes")["deleted"] == ["checkpoint-0"]
 
 
 def test_prune_follows_the_rule_and_needs_a_yes(run, capsys):

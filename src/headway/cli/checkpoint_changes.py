@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,38 +14,23 @@ from headway.cli.messages import print_json, spell_bytes
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
+    from headway.checkpoint import CommittedCheckpoint
     from headway.checkpoint.convert import Kind
     from headway.checkpoint.modify import Edit
+
+logger = logging.getLogger(__name__)
 
 
 def run_prune(options: argparse.Namespace) -> int:
     """Delete what the retention rule lets go."""
-    from headway.checkpoint import Entry, choose_deletions, committed, is_pinned
+    from headway.checkpoint import committed
     from headway.checkpoint.storage import open_storage
 
     require_folder(options.path)
     storage = open_storage(options.path)
     storage.refresh()
     found = committed(storage.root)
-    victims = choose_deletions(
-        [
-            Entry(
-                id=c.path.name,
-                save_counter=c.save_counter,
-                step=c.step,
-                metric=c.manifest.metric,
-                permanent=bool(c.manifest.metadata.get("permanent")),
-                pinned=is_pinned(c.path),
-                kind=c.kind,
-                ephemeral=bool(c.manifest.metadata.get("ephemeral")),
-            )
-            for c in found
-        ],
-        limit=options.keep,
-        num_best=options.keep_best,
-        greater_is_better=options.greater_is_better,
-        keep_every_n_steps=options.keep_every,
-    )
+    victims = _choose_victims(options, found)
     sizes = {c.path.name: sum(r.size for r in c.manifest.files.values()) for c in found}
     if options.yes:
         for name in victims:
@@ -62,6 +48,44 @@ def run_prune(options: argparse.Namespace) -> int:
     if victims and not options.yes:
         print("nothing was deleted; say --yes to do it")
     return 0
+
+
+def _choose_victims(options: argparse.Namespace, found: list[CommittedCheckpoint]) -> list[str]:
+    """What may go so that the newest that stays is whole; a damaged one neither goes nor counts."""
+    from headway.checkpoint import Entry, choose_deletions, is_pinned, verify
+    from headway.checkpoint.storage import is_url
+
+    counting = list(found)
+    while True:
+        entries = [
+            Entry(
+                id=c.path.name,
+                save_counter=c.save_counter,
+                step=c.step,
+                metric=c.manifest.metric,
+                permanent=bool(c.manifest.metadata.get("permanent")),
+                pinned=is_pinned(c.path),
+                kind=c.kind,
+                ephemeral=bool(c.manifest.metadata.get("ephemeral")),
+            )
+            for c in counting
+        ]
+        victims = choose_deletions(
+            entries,
+            limit=options.keep,
+            num_best=options.keep_best,
+            greater_is_better=options.greater_is_better,
+            keep_every_n_steps=options.keep_every,
+        )
+        if not victims or is_url(options.path):  # there the files are not at hand
+            return victims
+        newest = [c for c in counting if c.kind == "training"][-1]
+        problems = verify(newest.path)
+        if not problems:
+            return victims
+        for problem in problems:
+            logger.warning("passing over a damaged checkpoint: %s", problem)
+        counting.remove(newest)
 
 
 def run_link(options: argparse.Namespace) -> int:
@@ -93,16 +117,17 @@ def run_unpin(options: argparse.Namespace) -> int:
 
 
 def _mark(options: argparse.Namespace, *, pinned: bool) -> int:
-    from headway.checkpoint import pin, unpin
+    from headway.checkpoint import find_latest_checkpoint, pin, unpin
 
     for given in options.path:
         require_folder(given)
-    for given in options.path:
-        pin(given) if pinned else unpin(given)
+    paths = [find_latest_checkpoint(given) or given for given in options.path]
+    for path in paths:
+        pin(path) if pinned else unpin(path)
         if not options.json:
-            print(f"{given}: {'pinned' if pinned else 'not pinned'}")
+            print(f"{path}: {'pinned' if pinned else 'not pinned'}")
     if options.json:
-        print_json({"paths": options.path, "pinned": pinned})
+        print_json({"paths": paths, "pinned": pinned})
     return 0
 
 
