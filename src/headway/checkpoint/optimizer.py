@@ -19,7 +19,7 @@ import torch
 
 from headway.checkpoint.contents import OPTIMIZER_STATE_NAME
 from headway.checkpoint.errors import CheckpointError
-from headway.checkpoint.header import StoredTensor
+from headway.checkpoint.header import DTYPE_NAMES, StoredTensor
 from headway.checkpoint.intake import Destination
 from headway.checkpoint.model import describe_names
 from headway.checkpoint.param_groups import (
@@ -136,6 +136,7 @@ def _split_param(
         )
     described = {
         "shape": list(param.shape),
+        "dtype": DTYPE_NAMES.get(param.dtype),
         "tensors": stored,
         "on_host": on_host,
         "values": encoded,
@@ -356,7 +357,8 @@ def _check_fit(
         problems.append(f"state tensors missing: {describe_names(absent)}")
     if problems:
         raise CheckpointError(
-            f"{reader.index_path} does not fit the optimizer: {'; '.join(problems[:8])}"
+            f"{reader.index_path} does not fit the optimizer: {'; '.join(problems[:8])}. To start "
+            "its state anew, leave the optimizer out of load_components"
         )
 
 
@@ -366,7 +368,7 @@ def _plan_states(
     saved: Mapping[str, Any],
     reader: ShardReader,
 ) -> tuple[dict[str, dict[str, Any]], list[Destination]]:
-    """The state of every parameter, its tensors (of the saved dtype, in place) yet to be filled."""
+    """The state of every parameter, its tensors (in place) yet to be filled."""
     states: dict[str, dict[str, Any]] = {}
     destinations = []
     located = reader.locate([f"{key}.{name}" for name in saved for key in saved[name]["tensors"]])
@@ -393,20 +395,42 @@ def _plan_states(
                     on_host = key in saved[name]["on_host"]
                 stored = located[f"{key}.{name}"]
                 device = torch.device("cpu") if on_host else param.device
-                tensor = _place(held.get(key), stored, param, device)
+                dtype = _dtype_of(key, stored, saved[name], param, group)
+                tensor = _place(held.get(key), stored.shape, dtype, param, device)
                 states[name][key] = tensor
                 destinations.append(as_destination(stored, tensor))
     return states, destinations
 
 
+def _dtype_of(
+    key: str,
+    stored: StoredTensor,
+    saved: Mapping[str, Any],
+    param: torch.Tensor,
+    group: Mapping[str, Any],
+) -> torch.dtype:
+    """The stored dtype; what was in its parameter's goes with that, if it is another one now.
+
+    Counters have a dtype of their own, and so have moments where the group says which.
+    """
+    is_counter = key == "step" or (not stored.shape and param.dim() > 0)
+    has_own = is_counter or group.get("moment_dtype", "parameter") != "parameter"
+    follows = saved.get("dtype") == DTYPE_NAMES[stored.dtype] and not has_own
+    return param.dtype if follows else stored.dtype
+
+
 def _place(
-    current: Any, stored: StoredTensor, param: torch.Tensor, device: torch.device
+    current: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    param: torch.Tensor,
+    device: torch.device,
 ) -> torch.Tensor:
     """The tensor that a stored one is read into: the one in use, if it is of that kind."""
     if (
         isinstance(current, torch.Tensor)
-        and (current.shape, current.dtype) == (stored.shape, stored.dtype)
+        and (current.shape, current.dtype) == (shape, dtype)
         and current.device == device
     ):
         return current  # no second copy of the moments in device memory
-    return empty_state(param, stored.shape, stored.dtype, device)
+    return empty_state(param, shape, dtype, device)

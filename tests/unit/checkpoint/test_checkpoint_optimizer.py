@@ -169,6 +169,24 @@ def test_state_dtype_is_kept_when_it_differs_from_the_parameters(tmp_path):
         assert torch.equal(found, optimizer.state[a]["momentum_buffer"])
 
 
+@pytest.mark.parametrize("name", ["adamw_fused", "adamw_foreach", "sgd_momentum", "adafactor"])
+@pytest.mark.parametrize("now", [torch.bfloat16, torch.float64])
+def test_moments_go_with_a_parameter_of_another_dtype(tmp_path, name, now):
+    model = make_model()
+    optimizer = FACTORIES[name](model.parameters())
+    train(model, optimizer, 2)
+    encoded = save(tmp_path, model, optimizer)
+    other = copy_of(model, now)
+    other_optimizer = FACTORIES[name](other.parameters())
+    load(tmp_path, other, other_optimizer, encoded)
+    for a, b in zip(model.parameters(), other.parameters()):
+        for key, value in optimizer.state[a].items():
+            found = other_optimizer.state[b][key]
+            assert found.dtype == (torch.float32 if key == "step" else now)
+            assert torch.equal(found, value.to(found.dtype))
+    train(other, other_optimizer, 1)
+
+
 def two_groups(model, *, reverse=False, merge=False, lr=(0.1, 0.2)):
     decay = [p for p in model.parameters() if p.ndim == 2]
     plain = [p for p in model.parameters() if p.ndim == 1]
