@@ -180,6 +180,28 @@ def test_a_run_directory_is_pinned_by_its_newest_checkpoint(run, capsys):
     assert not is_pinned(run / "checkpoint-3")
 
 
+@pytest.mark.parametrize("words", [["prune", "--keep", "1", "--yes"], ["pin"], ["link"]])
+def test_a_folder_that_cannot_be_changed_is_told_in_a_line(run, capsys, monkeypatch, words):
+    really_open = os.open
+
+    def refuse(path, *rest, **options):
+        raise OSError(30, "Read-only file system", str(path))
+
+    def open_to_read(path, flags, *rest, **options):
+        refuse(path) if flags & os.O_CREAT else None
+        return really_open(path, flags, *rest, **options)
+
+    before = tree(run)
+    for name, act in (("rename", refuse), ("symlink", refuse), ("open", open_to_read)):
+        monkeypatch.setattr(os, name, act)
+    capsys.readouterr()
+    assert main(["checkpoint", words[0], str(run), *words[1:]]) == 1
+    said = capsys.readouterr().err
+    monkeypatch.undo()
+    assert said.startswith("error: [Errno 30] Read-only file system: '") and said.count("\n") == 1
+    assert tree(run) == before
+
+
 def test_prune_leaves_the_last_whole_checkpoint(run, capsys):
     for step, name in ((3, "model-00001-of-00001.safetensors"), (2, "trainer_state.json")):
         file = run / f"checkpoint-{step}" / name

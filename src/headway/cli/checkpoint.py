@@ -129,7 +129,17 @@ def run(options: argparse.Namespace) -> int:
     room = "values" if options.action == "list" else room
     module = importlib.import_module(f"headway.cli.checkpoint_{room}")
     action: Any = getattr(module, f"run_{options.action}")
-    code: int = action(options)
+    try:
+        code: int = action(options)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.filename is None:
+            raise
+        from headway.checkpoint import CheckpointError
+
+        # A folder of somebody else's, or a disk that is read-only or full.
+        raise CheckpointError(str(error)) from error
     return code
 
 
