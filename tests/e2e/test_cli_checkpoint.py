@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from headway.checkpoint import (
     CheckpointManager,
     committed,
-    is_pinned,
     find_latest_checkpoint,
+    is_pinned,
     load_checkpoint,
     read_manifest,
     validate_checkpoint,
