@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 
 from headway import ConfigError, TrainerCallback
-from headway.callbacks import CheckpointerCallback, DivergenceDetector, NaNGuardCallback
+from headway.callbacks import (
+    CheckpointerCallback,
+    DivergenceDetector,
+    ModelMergeCallback,
+    NaNGuardCallback,
+)
 from headway.checkpoint import committed
 from headway.testing import tiny_trainer
 from headway.testing.poisoned import Poison, final_loss, poisoned_trainer, sample_at
@@ -64,6 +69,18 @@ def test_stop_ends_the_run_with_a_save_and_keeps_the_good_checkpoint(
     told = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert len(told) == 1
     assert "9" in told[0] and "threshold=1" in told[0] and "checkpoint-5" in told[0]
+
+
+def test_an_average_of_weights_is_no_checkpoint_to_return_to(tmp_path: Path) -> None:
+    merge = ModelMergeCallback(merge_step=5, merge_last_n_steps=2)
+    trainer = scripted(
+        tmp_path, [*CALM, 9.0], DivergenceDetector(**{**QUICK, "patience": 4}),
+        save_strategy="steps", save_steps=4, save_total_limit=1, save_async=False,
+    )  # fmt: skip
+    trainer.add_callback(merge)
+    trainer.train()
+    there = {c.path.name for c in committed(tmp_path / "out")}
+    assert there == {"checkpoint-4", "checkpoint-5-merged", "checkpoint-10"}
 
 
 def test_abort_ends_it_and_writes_nothing(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ class DivergenceDetector(TrainerCallback):
         self.recovery.begin_step(state, control)
 
     def on_save(self, step: int, checkpoint_path: str, trainer: Any) -> None:
-        self.recovery.note_save(step, checkpoint_path)
+        self.recovery.note_save(step, checkpoint_path, trainer)
         self.recovery.note_good(self._good_step, trainer)
 
     def on_load(self, state: TrainerState, path: str, trainer: Any) -> None:

@@ -103,7 +103,7 @@ class NaNGuardCallback(TrainerCallback):
             trainer.record_metric(BROKEN_PARAMETERS, broken, "max", None, "latest")
 
     def on_save(self, step: int, checkpoint_path: str, trainer: Any) -> None:
-        self.recovery.note_save(step, checkpoint_path)
+        self.recovery.note_save(step, checkpoint_path, trainer)
         self.recovery.note_good(self._good_state, trainer)
 
     def on_load(self, state: TrainerState, path: str, trainer: Any) -> None:

@@ -98,9 +98,14 @@ class Recovery:
                     logger.warning("%s: %s left out", self.owner, tell_steps(number, span[1]))
                 self._told_skip = span
 
-    def note_save(self, step: int, path: str) -> None:
-        """A checkpoint was committed; whether it is a good one is not known yet."""
-        self._saves.append((step, Path(path).name))
+    def note_save(self, step: int, path: str, trainer: Any) -> None:
+        """A checkpoint was committed; whether it is a good one is not known yet. An average of
+        weights beside it, or a copy elsewhere, is nothing to return to."""
+        from headway.checkpoint import next_checkpoint_path
+
+        own = Path(next_checkpoint_path(trainer.args.output_dir, step))
+        if Path(path).absolute() == own.absolute():
+            self._saves.append((step, own.name))
 
     def note_good(self, step: int, trainer: Any) -> None:
         """All was well at a step: the newest checkpoint up to there stays until a newer one is

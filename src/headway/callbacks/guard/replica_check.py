@@ -117,7 +117,7 @@ class ReplicaCheckCallback(TrainerCallback):
             self._compare(state, control, trainer)
 
     def on_save(self, step: int, checkpoint_path: str, trainer: Any) -> None:
-        self.recovery.note_save(step, checkpoint_path)
+        self.recovery.note_save(step, checkpoint_path, trainer)
 
     def on_load(self, state: TrainerState, path: str, trainer: Any) -> None:
         self.recovery.note_load(state, trainer, path)
