@@ -164,6 +164,17 @@ def test_the_end_of_a_run_does_not_wait_between_attempts() -> None:
         http_post.post(server.url, lambda: (b"", {}), timeout_s=5, max_retries=9, closing=closing)
 
 
+def test_how_a_run_ended_is_tried_again_while_there_is_time(tmp_path: Path) -> None:
+    # As of a service that takes one message a second: the last ones of a run come all at once.
+    with local_server(
+        lambda number: (429, {"Retry-After": "0.05"}) if number < 7 else (200, {})
+    ) as server:
+        mine = WebhookCallback(server.url, events=["epoch", "end"], max_retries=8)
+        tiny_trainer(tmp_path, [mine], max_steps=1).train()
+    assert [body["event"] for body in bodies(server)][-1] == "end"
+    assert len(server.got) == 8
+
+
 def test_an_attempt_has_its_own_time_and_the_same_delivery(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

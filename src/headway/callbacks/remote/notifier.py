@@ -170,14 +170,22 @@ class Notifier(TrainerCallback, ABC):
 
     def on_close(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         error, self._error = self._error, None
+        # What still waits to be sent has no time for more attempts; how the run ended has.
+        self._closing.set()
+        self._closing = ending = threading.Event()
         if self._is_running or error is not None:
             self._is_running = False
             failed = state.outcome in FAILURES
             self._tell("failure" if failed else "end", args, state, error=error)
         sender, self._sender = self._sender, None
-        if sender is not None:
-            self._closing.set()
-            self.wait_at_close(sender.close, self.close_timeout_s)
+        if sender is None:
+            return
+
+        def wait(timeout_s: float) -> None:
+            sender.close(timeout_s)
+            ending.set()
+
+        self.wait_at_close(wait, self.close_timeout_s)
 
     # Messages
 
@@ -215,7 +223,6 @@ class Notifier(TrainerCallback, ABC):
         )
         if self._sender is None:
             self._sender = Sender(type(self).__name__, self.queue_size)
-            self._closing = threading.Event()
         closing = self._closing
         # Figures are many, and later ones make up for earlier ones; how a run ended is told once.
         must_arrive = moment not in ("log", "evaluate")
