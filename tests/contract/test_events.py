@@ -287,6 +287,8 @@ def test_names_are_unique_and_dict_keys_are_names(tmp_path):
     assert list(trainer.callbacks) == ["mine"]
     with pytest.raises(ConfigError, match="two callbacks have the name 'mine'"):
         trainer.add_callback(Recorder(), "mine")
+    with pytest.raises(ConfigError, match="'other' is registered already, as 'mine'"):
+        trainer.add_callback(trainer.callbacks["mine"], "other")
 
 
 def test_add_pop_and_remove(tmp_path):

@@ -255,6 +255,12 @@ class EventBus:
             raise ConfigError(
                 f"callback {wanted!r}: " + unknown("failure_policy", policy, FAILURE_POLICIES)
             )
+        for known, registered in self._callbacks:
+            if registered is callback:
+                raise ConfigError(
+                    f"callback {wanted!r} is registered already, as {known!r}; every event would "
+                    "reach it twice"
+                )
         # One that goes by its class gets a number; a name of its own must be the only one, since
         # it is what its state in checkpoints is found by.
         if wanted in self.callbacks and (name or wanted != type(callback).__name__):
