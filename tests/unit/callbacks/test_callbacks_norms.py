@@ -70,6 +70,18 @@ def test_gradient_norms_are_raw_and_tell_the_clip_factor(tmp_path: Path) -> None
         assert record["clip_factor"] < 0.1
 
 
+def test_the_clip_factor_is_that_of_all_gradients_whatever_is_listed(tmp_path: Path) -> None:
+    options = {"max_steps": 3, "max_grad_norm": 1.0}
+    for name, include in (("all", None), ("some", "*norm*")):
+        logger = GradNormLogger(log_steps=1, include=include)
+        tiny_trainer(tmp_path / name, [logger], **options).train()
+    both = [_records(tmp_path / name, GRADIENTS) for name in ("all", "some")]
+    for one, other in zip(*both, strict=True):
+        assert other["grad_norm"] < 0.5 < 1 < one["grad_norm"]
+        assert other["clip_factor"] == one["clip_factor"]
+
+
+
 @pytest.mark.parametrize(
     ("options", "arguments", "steps"),
     [

@@ -44,6 +44,8 @@ class GradNormLogger(NormLogger):
     ) -> None:
         super().__init__(log_steps, include, format)
         self._measured: tuple[int, Callable[[], Tensor]] | None = None
+        self._clipped: Tensor | None = None
+        """The norm of all gradients of the step, by which they are clipped."""
         self._told_none = False
 
     def on_train_begin(
@@ -70,8 +72,13 @@ class GradNormLogger(NormLogger):
             assert shards is not None
             self._measured = (state.global_step + 1, attempt(lambda: _measure(shards)))
 
+    def on_train_metrics(
+        self, args: Any, state: TrainerState, control: TrainerControl, grad_norm: Tensor | None
+    ) -> None:
+        self._clipped = grad_norm
+
     def on_close(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
-        self._measured = None
+        self._measured = self._clipped = None
         super().on_close(args, state, control)
 
     def write_norms(self, args: Any, state: TrainerState) -> None:
@@ -79,9 +86,13 @@ class GradNormLogger(NormLogger):
         assert shards is not None
         if measured is None or measured[0] != state.global_step:
             return
-        result = measured[1]
-        num_names = len(shards.names)
-        sums, _ = self.join(lambda: _split(result()), 2 * num_names)
+        result, clipped, num_names = measured[1], self._clipped, len(shards.names)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            sums = result()
+            return sums, sums[:1] * 0 if clipped is None else clipped.reshape(1)
+
+        sums, (clipped_norm,) = self.join(compute, 2 * num_names, 1)
         norms = {
             name: math.sqrt(square)
             for name, square, present in zip(shards.names, sums, sums[num_names:])
@@ -96,7 +107,7 @@ class GradNormLogger(NormLogger):
             state,
             {
                 "grad_norm": total,
-                "clip_factor": _clip_factor(total, args.max_grad_norm),
+                "clip_factor": _clip_factor(clipped_norm, args.max_grad_norm),
                 "grad_norms": norms,
             },
         )
@@ -119,10 +130,6 @@ def _measure(shards: Shards) -> Tensor:
         [torch.ones_like(n) for n in norms[:1]] * len(norms), slots, len(squares)
     )
     return torch.cat([squares, present])
-
-
-def _split(sums: Tensor) -> tuple[Tensor, Tensor]:
-    return sums, sums[:0]
 
 
 def _clip_factor(norm: float, max_norm: float | None) -> float | None:
