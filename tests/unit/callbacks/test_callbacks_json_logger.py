@@ -84,6 +84,15 @@ def test_metrics_that_only_come_with_on_evaluate_are_recorded(tmp_path: Path) ->
     assert [r["eval_score"] for r in records if r["type"] == "eval"] == ["nan"]
 
 
+def test_two_that_would_write_one_file_are_told_and_the_first_writes_it(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path, [JsonLogger(), JsonLogger()], max_steps=2)
+    trainer.train()
+    assert list(trainer.bus.disabled) == ["JsonLogger_2"]
+    assert "trainer_logs.jsonl is being written" in trainer.bus.disabled["JsonLogger_2"]
+    (path,) = (tmp_path / "out").glob("trainer_logs*")
+    assert steps_of(read_json_log(path), "train") == [1, 2]
+
+
 def test_an_unwritable_folder_is_told_at_the_start_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import time
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -43,6 +44,10 @@ def log_folder(args: Any) -> Path:
     if folder.parent.name == "runs" and _AUTOMATIC_FOLDER.fullmatch(folder.name):
         return output_dir
     return folder
+
+
+_writers: weakref.WeakSet[JsonLogWriter] = weakref.WeakSet()
+"""All that were ever opened, so that no two write one file."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,12 @@ class JsonLogWriter:
         """
         self.close()
         path = Path(folder) / self.filename
+        if any(one.is_open and one.path == path for one in _writers):
+            raise ConfigError(
+                f"{path} is being written by another callback; leave one of them out, or give it "
+                "another file name"
+            )
+        _writers.add(self)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.kept_aside, self._last_step = path, None, -1
         if global_step == 0:
