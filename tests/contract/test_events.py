@@ -64,6 +64,7 @@ def test_order_of_one_step_with_everything_due(tmp_path):
     assert recorder.names() == [
         "on_init_end",
         "on_train_begin",
+        "on_start_settled",
         "on_epoch_begin",
         "on_step_begin",
         "on_window",

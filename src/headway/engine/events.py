@@ -28,6 +28,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "on_load_model_weights": ("path",),
     "on_load": ("path",),
     "on_train_begin": (),
+    "on_start_settled": (),
     "on_epoch_begin": (),
     "on_step_begin": (),
     "on_window": ("window",),
@@ -67,7 +68,7 @@ COMMON_ARGUMENTS = (
 _SUBJECTS = ("args", "state", "control")
 FAILURE_POLICIES = ("raise", "disable")
 # Before the first step a mistake in an observer's options is worth stopping for.
-_EVENTS_OF_SETUP = ("on_init_end", "on_train_begin")
+_EVENTS_OF_SETUP = ("on_init_end", "on_train_begin", "on_start_settled")
 
 Handler = Callable[[Any, TrainerState, TrainerControl, dict[str, Any]], Any]
 

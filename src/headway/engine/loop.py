@@ -74,6 +74,7 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Train until the length is done or a stop is asked for."""
+        self.parts.bus.fire("on_start_settled")
         self._start()
         self.parts.commands.begin(self.parts.strategy.agree)
         # By all ranks alike, also once a callback is disabled on one: what follows takes them all.

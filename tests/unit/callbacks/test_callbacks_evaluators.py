@@ -34,9 +34,12 @@ from headway.callbacks import (
     DefaultMetrics,
     DownstreamEvaluatorCallbackConfig,
     EvaluatorCallback,
+    JsonLogger,
     LMEvaluatorCallbackConfig,
+    TBLogger,
 )
 from headway.callbacks.evaluate.tasks import read_task, suite_tasks
+from headway.callbacks.log.json_reader import read_json_log
 from headway.testing import tiny_decoder, tiny_llama
 
 EVAL_BATCHES = "throughput/in-loop eval batches"
@@ -283,6 +286,56 @@ def test_a_resumed_run_evaluates_at_the_steps_of_an_uninterrupted_one(tmp_path: 
     again = trainer_with(tmp_path, EvaluatorCallback([Counter()], 2), seen, max_steps=6, **kinds)
     again.train(resume_from_checkpoint=True)
     assert sorted(seen.steps) == [4, 6]
+
+
+class Interrupt(TrainerCallback):
+    """Breaks off, or goes back, once after a step."""
+
+    def __init__(self, step: int, rolls_back: bool) -> None:
+        self.step, self.rolls_back = step, rolls_back
+
+    def on_step_end(self, state: Any, control: Any) -> None:
+        if state.global_step != self.step:
+            return
+        self.step = -1
+        if not self.rolls_back:
+            raise RuntimeError("power")
+        control.rollback = True
+
+
+@pytest.mark.parametrize("rolls_back", [False, True])
+def test_what_came_after_the_save_of_its_step_comes_again(tmp_path: Path, rolls_back: bool) -> None:
+    def run(*callbacks: Any, **options: Any) -> None:
+        kinds = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+        both = JsonLogger(), EvaluatorCallback([Counter()], 2)
+        trainer_with(tmp_path, *both, *callbacks, **kinds).train(**options)
+
+    if rolls_back:
+        run(Interrupt(3, True))
+    else:
+        with pytest.raises(RuntimeError, match="power"):
+            run(Interrupt(3, False))
+        run(resume_from_checkpoint=True)
+    records = read_json_log(tmp_path / "out" / "trainer_logs.jsonl")
+    assert [r["global_step"] for r in records if r["type"] == "eval"] == [2, 4, 6]
+
+
+def test_what_the_last_save_holds_is_not_evaluated_again(tmp_path: Path) -> None:
+    kinds = {"save_strategy": "steps", "save_steps": 100}
+    trainer_with(tmp_path, EvaluatorCallback([Counter()], 2), max_steps=2, **kinds).train()
+    seen = Seen()
+    again = trainer_with(tmp_path, EvaluatorCallback([Counter()], 2), seen, max_steps=4, **kinds)
+    again.train(resume_from_checkpoint=True)
+    assert sorted(seen.steps) == [4]
+
+
+def test_an_evaluation_at_the_start_reaches_every_log(tmp_path: Path) -> None:
+    first = EvaluatorCallback([Counter()], None, eval_on_startup=True)
+    trainer = trainer_with(tmp_path, first, JsonLogger(), TBLogger())
+    trainer.train()
+    assert trainer.bus.disabled == {}
+    records = read_json_log(tmp_path / "out" / "trainer_logs.jsonl")
+    assert [r["global_step"] for r in records if r["type"] == "eval"] == [0]
 
 
 def test_with_startup_and_cancel_a_run_only_evaluates(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -85,6 +85,8 @@ class EvaluatorCallback(TrainerCallback):
         self.trainer: Any = None
         self._joins = False
         self._evaluated_step: int | None = None
+        self._was_loaded = False
+        """Whether the run goes on from a checkpoint, which may lack an evaluation of its step."""
         self._silent: set[str] = set()
         """Names of evaluators that gave no figures in the last pass."""
 
@@ -93,7 +95,9 @@ class EvaluatorCallback(TrainerCallback):
     def on_init_end(
         self, args: Any, state: TrainerState, control: TrainerControl, trainer: Any
     ) -> None:
-        self.trainer, self._evaluated_step = trainer, None
+        self.trainer = trainer
+        if not self._was_loaded:
+            self._evaluated_step = None
         _refuse_twins(trainer)
         self._check_evaluators_fit()
         wanted = str(args.metric_for_best_model or "")
@@ -109,10 +113,22 @@ class EvaluatorCallback(TrainerCallback):
             )
 
     def on_load(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
-        self._evaluated_step = None  # the run went back: a step may come again
+        self._was_loaded = True
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+    def on_start_settled(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._evaluate(state, lambda options: options.eval_on_startup)
+        self._make_up(state)
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+        self._make_up(state)
+
+    def _make_up(self, state: TrainerState) -> None:
+        """The save of a step comes before its evaluation: what was logged of it is gone."""
+        if self._was_loaded:
+            self._was_loaded = False
+            self._evaluate(
+                state, lambda options: state.global_step > 0 and options.is_due(state.global_step)
+            )
 
     def on_step_settled(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._evaluate(state, lambda options: options.is_due(state.global_step))
@@ -162,6 +178,15 @@ class EvaluatorCallback(TrainerCallback):
             return
         if any(cb.options.cancel_after_first_eval for cb in done) and not trainer.is_canceled:
             trainer.cancel_run("cancel_after_first_eval: the evaluation is done", no_sync=True)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": 1, "evaluated_step": self._evaluated_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        step = state.get("evaluated_step")
+        self._evaluated_step = step if isinstance(step, int) else None
 
     # An evaluation
 

@@ -117,7 +117,7 @@ class ModelMergeCallback(TrainerCallback):
             self._completed = []
         self._restored = self._settled = False
 
-    def on_train_begin(
+    def on_start_settled(
         self, args: Any, state: TrainerState, model: nn.Module, trainer: Any, eval_dataloader: Any
     ) -> None:
         self._settled = False
