@@ -289,5 +289,5 @@ def test_the_folder_is_one_that_a_resumed_run_has_too() -> None:
 
 @pytest.mark.parametrize("given", [("a/b.jsonl",), ("",), ("..",), ("log.json", "lins")])
 def test_bad_arguments_are_refused(given: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"filename|did you mean 'lines'"):
+    with pytest.raises(ConfigError, match=r"file_name|did you mean 'lines'"):
         JsonLogWriter(*given)

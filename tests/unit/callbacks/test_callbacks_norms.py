@@ -81,7 +81,6 @@ def test_the_clip_factor_is_that_of_all_gradients_whatever_is_listed(tmp_path: P
         assert other["clip_factor"] == one["clip_factor"]
 
 
-
 @pytest.mark.parametrize(
     ("options", "arguments", "steps"),
     [

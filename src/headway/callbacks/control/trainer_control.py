@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +105,9 @@ class TrainerControlCallback(TrainerCallback):
                 require_name(option, value)
         self._check_place(host, port, unix_socket, disable_auth)
         self._check_tokens(auth_token, read_token, disable_auth)
-        if isinstance(extra_hosts, str) or not all(isinstance(h, str) and h for h in extra_hosts):
+        hosts: Any = extra_hosts
+        is_list = isinstance(hosts, Collection) and not isinstance(hosts, str)
+        if not is_list or not all(isinstance(host, str) and host for host in hosts):
             raise ConfigError(f"extra_hosts: {extra_hosts!r} given; allowed: a list of host names")
         self._check_tls(tls_certificate, tls_key)
         self.job_id, self.port, self.host = job_id, port, host or "127.0.0.1"

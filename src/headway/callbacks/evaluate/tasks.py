@@ -62,6 +62,12 @@ def find_tasks(
             f"{option}: {given!r} given; allowed: a list of names of tasks and of .jsonl files, "
             "or names with their files"
         )
+    listed: Any = given.values() if isinstance(given, Mapping) else given
+    for entry in listed:
+        if not isinstance(entry, str | os.PathLike):
+            raise ConfigError(
+                f"{option}: {entry!r} given; allowed: the name of a task, or the path of its file"
+            )
     own, found = suite_tasks(), {}
     entries: list[tuple[str, Any]]
     if isinstance(given, Mapping):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.callbacks.log.json_values import plain_value
+from headway.callbacks.watch.ranges import require_file_name
 from headway.errors import ConfigError, unknown
 
 logger = logging.getLogger(__name__)
@@ -69,9 +70,8 @@ class JsonLogWriter:
     `rewind`, while open) drops what was written after that place, without reading what is before.
     """
 
-    def __init__(self, filename: str, form: str = "lines") -> None:
-        if filename in ("", "..") or Path(filename).name != filename:
-            raise ConfigError(f"filename must be the name of a file without a folder: {filename!r}")
+    def __init__(self, filename: str, form: str = "lines", *, option: str = "file_name") -> None:
+        require_file_name(option, filename)
         if form not in FORMS:
             raise ConfigError(unknown("format", form, FORMS))
         self.filename = filename

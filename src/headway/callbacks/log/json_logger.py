@@ -34,9 +34,10 @@ class JsonLogger(TrainerCallback):
     failure_policy = "disable"
 
     def __init__(self, file_name: str | None = None, format: str = "lines", **kwargs: Any) -> None:
-        if format not in FILE_NAMES:
-            raise ConfigError("JsonLogger: " + unknown("format", format, FILE_NAMES))
-        self.writer = JsonLogWriter(file_name or FILE_NAMES[format], format)
+        if format not in tuple(FILE_NAMES):
+            raise ConfigError("JsonLogger: " + unknown("format", str(format), FILE_NAMES))
+        file_name = FILE_NAMES[format] if file_name is None else file_name
+        self.writer = JsonLogWriter(file_name, format, option="JsonLogger: file_name")
         self.kwargs = plain_value(kwargs)
         self._start_step = 0
         self._started: dict[str, float] = {}

@@ -71,7 +71,11 @@ class MetricSaverCallback(TrainerCallback):
         self.save_interval = save_interval
         self.fixed_steps = frozenset(fixed_steps or ())
         self.enabled = enabled
-        self._history = JsonLogWriter(history_fname) if history_fname is not None else None
+        self._history = None
+        if history_fname is not None:
+            self._history = JsonLogWriter(
+                history_fname, option="MetricSaverCallback: history_fname"
+            )
         self._metrics: dict[str, Any] = {}
         self._steps: dict[str, int] = {}
         self._metrics_step = 0

@@ -6,7 +6,7 @@ Owns: what `*` and `?` match. Does not own: which names there are.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from headway.errors import ConfigError
 
@@ -17,8 +17,9 @@ class NamePatterns:
     Metric names have brackets in them, so those are no character classes here.
     """
 
-    def __init__(self, option: str, patterns: Sequence[str]) -> None:
-        if isinstance(patterns, str) or not all(isinstance(one, str) for one in patterns):
+    def __init__(self, option: str, patterns: Collection[str]) -> None:
+        is_list = isinstance(patterns, Collection) and not isinstance(patterns, str)
+        if not is_list or not all(isinstance(one, str) for one in patterns):
             raise ConfigError(f"{option} must be a list of patterns, got {patterns!r}")
         parts = ("".join(map(_translate, one)) for one in patterns)
         self._expression = re.compile("|".join(f"(?:{part})" for part in parts) or r"(?!)")

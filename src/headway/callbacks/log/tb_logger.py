@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.callbacks.log.summary_writer import ResumableSummaryWriter
+from headway.callbacks.watch.ranges import require_flag
 from headway.config.snapshot import redact
 from headway.engine.events import TrainerCallback
 from headway.engine.state import TrainerControl, TrainerState
@@ -103,6 +104,12 @@ class TBLogger(TrainerCallback):
                 "TBLogger: summary_writer must be a folder or have add_scalar like a "
                 f"SummaryWriter; got {summary_writer!r}"
             )
+        for option, mapping in (("scalars", scalars), ("experiment_info", experiment_info)):
+            if mapping is not None and not isinstance(mapping, Mapping):
+                raise ConfigError(
+                    f"TBLogger: {option}: {mapping!r} given; allowed: a mapping, or none"
+                )
+        require_flag("TBLogger: step_metrics", step_metrics)
         self.summary_writer: Any = summary_writer
         self._is_shared = False
         if summary_writer is None:

@@ -17,7 +17,7 @@ from headway.callbacks.watch.ranges import (
     require_count,
     require_file_name,
     require_flag,
-    require_name,
+    require_path,
 )
 from headway.engine.events import TrainerCallback
 from headway.engine.state import TrainerControl, TrainerState
@@ -48,12 +48,13 @@ class MemorySnapshotCallback(TrainerCallback):
         ranks: Ranks = "all",
         enabled: bool = True,
     ) -> None:
-        listed = [steps] if isinstance(steps, int) else list(steps or ())
+        given: Any = () if steps is None else steps
+        listed = list(given) if isinstance(given, list | tuple | set) else [given]
         for step in listed:
             require_count("steps", step, least=1)
         require_flag("on_oom", on_oom)
         require_count("max_entries", max_entries, least=1)
-        require_name("output_dir", str(output_dir))
+        require_path("output_dir", output_dir)
         require_file_name("file_prefix", file_prefix)
         require_ranks(ranks)
         require_flag("enabled", enabled)

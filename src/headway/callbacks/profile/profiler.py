@@ -14,7 +14,7 @@ from typing import Any
 
 from headway.callbacks.profile.rank_choice import Ranks, is_chosen, require_ranks
 from headway.callbacks.profile.trace_files import make_tables, write_trace
-from headway.callbacks.watch.ranges import require_count, require_flag, require_name
+from headway.callbacks.watch.ranges import require_count, require_flag, require_path
 from headway.engine.events import TrainerCallback
 from headway.engine.state import TrainerControl, TrainerState
 from headway.engine.timing import LoopTiming
@@ -71,7 +71,7 @@ class ProfilerCallback(TrainerCallback):
         require_count("start_step", start_step)
         require_count("num_steps", num_steps, least=1)
         require_count("table_rows", table_rows, least=1)
-        require_name("output_dir", str(output_dir))
+        require_path("output_dir", output_dir)
         for option, count in schedule.items():
             require_count(option, count, least=_LEAST.get(option, 0), optional=True)
         for option, flag in (

@@ -6,6 +6,7 @@ Owns: the words in which a value of the wrong kind or out of its range is refuse
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 from headway.errors import ConfigError
@@ -39,10 +40,16 @@ def require_name(option: str, given: Any) -> None:
         raise ConfigError(_refuse(option, given, "text that is not empty", False))
 
 
+def require_path(option: str, given: Any) -> None:
+    """A path, or text that names one."""
+    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+        raise ConfigError(_refuse(option, given, "a path", False))
+
+
 def require_file_name(option: str, given: Any) -> None:
     """Text that names a file in the folder it is put into, not another folder."""
-    if not isinstance(given, str) or not given or set(given) & set("/\\\0"):
-        raise ConfigError(_refuse(option, given, "a name without '/'", False))
+    if not isinstance(given, str) or given in ("", ".", "..") or set(given) & set("/\\\0"):
+        raise ConfigError(_refuse(option, given, "a name of a file, without a folder", False))
 
 
 def _refuse(option: str, given: Any, allowed: str, optional: bool) -> str:
