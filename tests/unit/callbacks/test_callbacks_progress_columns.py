@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,7 +48,9 @@ def test_the_defaults() -> None:
         (None, ".5f", "None"), (None, "si", "None"), (math.nan, ",d", "nan"),
         (-math.inf, "si", "-inf"), ("nan", ".5f", "nan"), (3 * 1024**3, "gib", "3.000 GiB"),
         (12_345, "si", "12.3K"), (999_999, "si", "1M"), (1.5e12, "si", "1.5T"), (12, "si", "12"),
-        (torch.tensor(2.0), ".2f", "2.00"), (True, "", "True"), (3, lambda v: f"<{v}>", "<3>"),
+        (torch.tensor(2.0), ".2f", "2.00"), (torch.tensor([2.0]), ".2f", "2.00"),
+        (torch.tensor([1.0, 2.5]), ".2f", "[1.0, 2.5]"), (np.array([[1], [2]]), "", "[[1], [2]]"),
+        (True, "", "True"), (3, lambda v: f"<{v}>", "<3>"),
     ],
 )  # fmt: skip
 def test_formats(value: Any, fmt: Any, text: str) -> None:

@@ -51,8 +51,9 @@ def format_value(value: Any, fmt: Format = "") -> str:
         return str(fmt(value))
     if value is None:
         return "None"
-    if callable(getattr(value, "item", None)) and not isinstance(value, type):
-        value = value.item()
+    if callable(getattr(value, "tolist", None)) and not isinstance(value, type):
+        listed = value.tolist()
+        value = listed[0] if isinstance(listed, list) and len(listed) == 1 else listed
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
