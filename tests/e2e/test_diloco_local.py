@@ -30,8 +30,8 @@ args:
 ENVIRON = {"OMP_NUM_THREADS": "1"}
 
 
-def run_local(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    (folder / "run.yaml").write_text(RUN)
+def run_local(folder: Path, *words: str, more: str = "") -> subprocess.CompletedProcess[str]:
+    (folder / "run.yaml").write_text(RUN + more)
     return subprocess.run(
         [PROGRAM, "diloco", "local", "run.yaml", *words],
         cwd=folder,
@@ -60,6 +60,20 @@ def test_two_workers_end_with_one_model(tmp_path: Path) -> None:
     losses = [[one["loss"] for one in log if "loss" in one] for log in logs]
     assert losses[0] != losses[1], "each worker has data of its own"
     assert any(one.get("diloco/sync_count") == 2 for one in logs[0])
+
+
+@pytest.mark.timeout(200)
+def test_what_the_run_file_and_the_environment_say_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILOCO_COMM", "int8")
+    callback = "[{class_path: DiLoCoCallback, init_args: {sync_every: 4, num_fragments: 2}}]"
+    done = run_local(tmp_path, "--workers", "2", "--json", more=f"callbacks: {callback}\n")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_rounds"] == 4, "two fragments, each twice in eight steps"
+    ledger = [json.loads(line) for line in (tmp_path / "out/server/ledger.jsonl").open()]
+    rounds = [line for line in ledger if line["kind"] == "round"]
+    assert {one["comm"] for line in rounds for one in line["submissions"]} == {"int8"}
 
 
 @pytest.mark.timeout(200)

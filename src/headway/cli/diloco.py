@@ -66,7 +66,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address-file", metavar="FILE", help="write HOST:PORT here once it listens"
     )
-    _add_rules(parser, None)
+    _add_rules(parser)
     group = parser.add_argument_group("who may take part")
     group.add_argument(
         "--token-file", metavar="FILE", help="tokens: 'WORKER TOKEN' or 'TOKEN' lines"
@@ -78,7 +78,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tls-key", metavar="FILE", help="its key")
 
 
-def _add_rules(parser: argparse.ArgumentParser, sync_every: int | None) -> None:
+def _add_rules(parser: argparse.ArgumentParser) -> None:
     """What server and `local` have in common."""
     group = parser.add_argument_group("rounds")
     group.add_argument(
@@ -91,11 +91,10 @@ def _add_rules(parser: argparse.ArgumentParser, sync_every: int | None) -> None:
     group.add_argument(
         "--sync-every",
         type=int,
-        default=sync_every,
         metavar="STEPS",
         help="local steps per exchange, which DyLU goes by",
     )
-    group.add_argument("--num-fragments", type=int, default=1, metavar="N")
+    group.add_argument("--num-fragments", type=int, metavar="N")
     group.add_argument("--dylu", action="store_true", help="step counts by each worker's speed")
     group.add_argument("--deadline-s", type=float, default=600.0, metavar="S")
     group.add_argument("--heartbeat-s", type=float, default=30.0, metavar="S")
@@ -151,8 +150,8 @@ def _add_fetch(parser: argparse.ArgumentParser) -> None:
 def _add_local(parser: argparse.ArgumentParser) -> None:
     parser.usage = "headway diloco local CONFIG --workers N [--any.key=value ...]"
     parser.add_argument("config", metavar="CONFIG", help="a run file (YAML)")
-    _add_rules(parser, 500)
-    parser.add_argument("--comm", metavar="KIND", default="bf16", help="float32, bf16 or int8")
+    _add_rules(parser)
+    parser.add_argument("--comm", metavar="KIND", help="float32, bf16 or int8")
     _add_fetch(parser)
     parser.add_argument("--timeout-s", type=float, metavar="S", help="end all after so long")
 

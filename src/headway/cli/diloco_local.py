@@ -21,12 +21,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from headway.cli.diloco import find_or_add_callback
 from headway.cli.diloco_server import as_flags, server_options
 from headway.cli.diloco_status import describe, headline
 from headway.errors import ConfigError
 
+if TYPE_CHECKING:
+    from headway.config.schema import RunConfig
+
+_OF_WORKERS = ("sync_every", "num_fragments", "comm", "dylu", "bf16_fetch")
 _TURN_S, _LOOK_S = 0.1, 1.0
 _START_S = 120.0
 _END_S = 30.0
@@ -47,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
     if problems:
         raise ConfigError(problems)
     run_config = load_run(options.config, options.overrides)
+    _settle(options, run_config)
     folder = Path(run_config.args.output_dir)
     (folder / "server").mkdir(parents=True, exist_ok=True)
     local = _Local(options, folder, max(0, run_config.args.seed))
@@ -58,12 +64,22 @@ def _check_worker(options: argparse.Namespace) -> None:
     from headway.diloco.options import WorkerOptions
 
     with as_flags():
-        WorkerOptions(
-            sync_every=options.sync_every,
-            num_fragments=options.num_fragments,
-            comm=options.comm,
-            dylu=options.dylu,
-        )
+        WorkerOptions(**_given_to_workers(options))
+
+
+def _given_to_workers(options: argparse.Namespace) -> dict[str, Any]:
+    found = {name: getattr(options, name) for name in _OF_WORKERS}
+    return {name: value for name, value in found.items() if value is not None and value is not False}
+
+
+def _settle(options: argparse.Namespace, run_config: RunConfig) -> None:
+    """What is not given here is what the workers' callback has, as in `headway diloco worker`."""
+    from headway.callbacks import DiLoCoCallback
+
+    component = find_or_add_callback(run_config)
+    callback = DiLoCoCallback(**{**component.init_args, **_given_to_workers(options)})
+    for name in _OF_WORKERS:
+        setattr(options, name, getattr(callback.options, name))
 
 
 def _option_of(problem: str) -> str:

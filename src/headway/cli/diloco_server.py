@@ -35,7 +35,7 @@ def server_options(options: argparse.Namespace) -> dict[str, Any]:
         "num_workers": options.workers,
         "min_workers": 1 if options.min_workers is None else options.min_workers,
         "mode": options.mode,
-        "num_fragments": options.num_fragments,
+        "num_fragments": 1 if options.num_fragments is None else options.num_fragments,
         "sync_every": options.sync_every,
         "dylu": options.dylu,
         "deadline_s": options.deadline_s,
