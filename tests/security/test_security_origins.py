@@ -10,8 +10,6 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "BREW")
 HOSTS = (
     "evil.example",
     "evil.example:{port}",
-    "localhost",
-    "localhost:1",
     "localhost:{port}0",
     "localhost:+{port}",
     "localhost:0{port}x",

@@ -103,12 +103,12 @@ class Guard:
             raise BadRequest(415, "bodies are taken as they are, without Content-Encoding")
 
     def _is_own_host(self, given: str) -> bool:
-        name, port = _split_host(given, 443 if self.tls else 80)
-        if self.port is not None and port != self.port and given not in self.extra_hosts:
-            return False
-        if given in self.extra_hosts or name in ("localhost", "127.0.0.1", "::1"):
+        if given in self.extra_hosts:
             return True
-        if self.port is None or self.loopback:
+        name, port = _split_host(given, 443 if self.tls else 80)
+        if name in ("localhost", "127.0.0.1", "::1"):
+            return port >= 0  # a tunnel to this machine may begin at any port
+        if self.port is None or self.loopback or port != self.port:
             return False
         # No page of another site can have an address of numbers, or this machine's name.
         return _is_address(name) or name in _own_names()
@@ -141,8 +141,8 @@ def _split_host(given: str, usual_port: int) -> tuple[str, int]:
     """'[::1]:8900' -> ('::1', 8900); a port that is no number makes it nobody's."""
     given = given.strip().lower()
     if given.startswith("["):
-        name, _, rest = given[1:].partition("]")
-        port = rest.removeprefix(":") if rest.startswith(":") else ("" if not rest else "x")
+        name, closed, rest = given[1:].partition("]")
+        port = rest.removeprefix(":") if rest.startswith(":") or (closed and not rest) else "x"
     else:
         name, colon, port = given.partition(":")
         port = port if colon else ""

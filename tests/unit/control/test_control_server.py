@@ -144,7 +144,7 @@ def test_other_methods_do_nothing(running, method):
         {"Host": "evil.example"},
         {"Host": "evil.example:{port}"},
         {"Host": "127.0.0.1.evil.example:{port}"},
-        {"Host": "localhost:1"},
+        {"Host": "localhost:x"},
         {"Host": "10.0.0.1:{port}"},
         {"Host": ""},
         {"Host": "[::1"},
@@ -167,8 +167,11 @@ def test_pages_of_other_sites_are_refused(running, headers, path):
     assert not running.inbox.pending
 
 
-def test_the_page_of_this_server_is_not_refused(running):
-    headers = {"Origin": f"http://{running.host}", "Sec-Fetch-Site": "same-origin"}
+@pytest.mark.parametrize("host", ["{host}", "127.0.0.1:8000", "localhost:8000", "localhost"])
+def test_the_page_of_this_server_is_not_refused(running, host):
+    """Also where it comes by a tunnel, `ssh -L 8000:127.0.0.1:PORT`."""
+    host = host.format(host=running.host)
+    headers = {"Host": host, "Origin": f"http://{host}", "Sec-Fetch-Site": "same-origin"}
     body = json.dumps({"command": "pause"})
     assert running.ask("POST", f"/jobs/{JOB}/control", CONTROL, body, **headers)[0] == 200
 
@@ -338,11 +341,12 @@ def test_a_unix_socket_is_for_its_user_only(tmp_path):
 def test_a_host_without_a_port_means_the_usual_one_of_the_protocol(port, tls, passes):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if tls else None
     server = ControlServer(
-        StatusBoard(JOB), Inbox(), nonce="n", tokens={"read": READ}, version="1", tls=context
+        *(StatusBoard(JOB), Inbox()),
+        **{"nonce": "n", "tokens": {"read": READ}, "version": "1", "tls": context, "host": "::"},
     )
     server.port = port  # one that a test cannot listen on
     guard = server._make_guard()
-    for host in ("localhost", "[::1]"):
+    for host in ("10.1.2.3", "[fd00::1]"):
         if passes:
             guard.check("GET", {}, "public", [host])
         else:
