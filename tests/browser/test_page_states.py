@@ -110,7 +110,8 @@ def test_a_run_that_vanishes_gives_way_to_another(open_page: Any) -> None:
     expect(page.locator("#commands")).to_be_hidden()
     stub.runs.clear()
     expect(page.locator("#runs-empty")).to_have_text("No runs here yet.")
-    expect(page.locator("#overview")).to_be_hidden()
+    for what in ("overview", "tabs", "charts"):
+        expect(page.locator(f"#{what}")).to_be_hidden()
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,7 @@ function render() {
   list.show(page.runs, page.focus, page.colours);
   show(byId("run-list"), page.session.standalone || page.runs.length > 1);
   setAttr(byId("workspace"), "data-single", page.session.standalone || page.runs.length > 1 ? null : "true");
-  show(byId("overview"), run !== null);
-  show(byId("tabs"), run !== null);
+  show(byId("main"), run !== null); // nothing is left of a run whose folder is gone
   writeAddress();
   if (run === null) return;
   showOverview(run, page.status);
