@@ -120,6 +120,27 @@ def test_compare_tells_settings_and_curves(runs, capsys):
     assert "args.learning_rate  0.1  ->  0.3" in text and "output_dir" not in text
 
 
+@pytest.mark.parametrize("losses", [[4.0, 3.0, "nan"], ["nan", 4.0, 3.0], [4.0, "inf", 3.0]])
+def test_values_that_are_not_finite_are_told_and_are_no_best(runs, capsys, losses):
+    write_run(runs / "strange", losses)
+    (facts, *_) = json.loads(run(capsys, "compare", "slow", "strange", "--json"))["curves"]
+    assert facts["level"] == 3 and facts["reached_at"] == [3, 1 + losses.index(3)]
+    told = run(capsys, "compare", "slow", "strange")
+    assert f"at 3 steps{'':4}3  ->  {losses[-1] if losses[-1] == 'nan' else 3}" in told
+    write_run(runs / "hopeless", ["nan", "inf"])
+    assert "never  ->  never" in run(capsys, "compare", "slow", "hopeless")
+
+
+def test_of_two_records_of_one_step_the_later_one_counts(runs, capsys):
+    """A command that changes the rate is recorded before the step after which it came."""
+    rates = [(1, 0.1), (2, 0.05), (2, 0.1), (3, 0.05)]
+    times = {"type": "train", "timestamp": START_S}
+    extra = [{**times, "global_step": step, "learning_rate": rate} for step, rate in rates]
+    write_run(runs / "steered", [], extra=extra)
+    found = curve(capsys, "steered", "--metric", "learning_rate")
+    assert (found["x"], found["y"]) == ([1, 2, 3], [0.1, 0.1, 0.05])
+
+
 def test_a_log_elsewhere_is_found_from_anywhere(runs, capsys, monkeypatch):
     pytest.importorskip("plotly")
     elsewhere = runs / "logs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING, Any
 
 from headway.cli.plot import add_curve_arguments, check_curve_options, make_chart
@@ -76,13 +77,14 @@ def _compare_series(first: Series, second: Series) -> dict[str, Any]:
     """Both curves where both have values, and where each reaches the better of the two ends."""
     place = min(first.xs[-1], second.xs[-1])
     values = first.at(place), second.at(place)
-    level = max(min(first.ys), min(second.ys))
+    bests = [min(filter(math.isfinite, one.ys), default=None) for one in (first, second)]
+    level = None if None in bests else max(bests)  # type: ignore[type-var]
     return {
         "at": place,
         "values": values,
         "difference": None if None in values else values[1] - values[0],  # type: ignore[operator]
         "level": level,
-        "reached_at": (first.first_below(level), second.first_below(level)),
+        "reached_at": [None if level is None else s.first_below(level) for s in (first, second)],
     }
 
 
@@ -110,4 +112,5 @@ def _print(runs: list[Run], facts: dict[str, Any]) -> None:
 def _spell(value: float | None) -> str:
     if value is None:
         return "never"
-    return f"{value:,.0f}" if value == int(value) and abs(value) >= 100 else f"{value:,.5g}"
+    whole = math.isfinite(value) and value == int(value)
+    return f"{value:,.0f}" if whole and abs(value) >= 100 else f"{value:,.5g}"

@@ -59,9 +59,11 @@ class Series:
         """The value at a place between the first point and the last, linearly in between."""
         if not self.xs or not self.xs[0] <= x <= self.xs[-1]:
             return None
+        if (known := dict(self._points()).get(x)) is not None:
+            return known
         for (x0, y0), (x1, y1) in itertools.pairwise(self._points()):
             if x0 <= x <= x1:
-                return y1 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+                return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
         return self.ys[-1]
 
     def first_below(self, level: float) -> float | None:
@@ -160,14 +162,14 @@ def read_series(run: Run, metric: str, by: str = "step") -> Series:
     """A metric over steps, tokens, or hours of training.
 
     Hours are counted while a process trained: the time between a stop and the resume is left out.
+    Of two records of one step the later one counts.
     """
-    found = Series()
+    found: dict[int, tuple[float, float]] = {}
     for place, record in _places(run, by):
         value = number_of(record.get(metric))
         if value is not None and place is not None:
-            found.xs.append(place)
-            found.ys.append(value)
-    return found
+            found[step_of(record)] = place, value
+    return Series([x for x, _ in found.values()], [y for _, y in found.values()])
 
 
 def _places(run: Run, by: str) -> Iterator[tuple[float | None, dict[str, Any]]]:
