@@ -320,7 +320,9 @@ def test_samples_are_written(tmp_path: Path) -> None:
         return client.generate_now(prompt="the tide", max_new_tokens=4)
 
     receipt, _, _ = ride(tmp_path, drive, tokenizer=ByteTokenizer())
-    (line,) = (tmp_path / "out" / "eval_text.jsonl").read_text().splitlines()
+    told, _, place = receipt["message"].partition(" to ")
+    assert told == "1 sample is written" and place == str(tmp_path / "out" / "eval_text.jsonl")
+    (line,) = Path(place).read_text().splitlines()
     record = json.loads(line)
     assert record["global_step"] == receipt["step"]
     assert record["samples"][0]["prompt"] == "the tide"

@@ -138,7 +138,19 @@ class Acts:
         draw = trainer.timing.tell("generate", self._draw)
         with trainer.timing.aside():
             self.samples = draw(None if prompt is None else [prompt], max_new_tokens)
-        return f"{len(self.samples)} samples are written"
+        told = "1 sample is" if len(self.samples) == 1 else f"{len(self.samples)} samples are"
+        return f"{told} written{self._place_of_texts()}"
+
+    def _place_of_texts(self) -> str:
+        from headway.callbacks.log.json_lines import log_folder
+        from headway.callbacks.watch.textgen import FILE_NAME
+
+        own, name = self._writer_of_texts(), FILE_NAME
+        if own is not None:
+            if own.writer is None:
+                return ""
+            name = own.writer.filename
+        return f" to {(log_folder(self._trainer.args) / name).absolute()}"
 
     def _draw(self, prompts: list[str] | None, max_new_tokens: int | None) -> list[dict[str, str]]:
         from headway.callbacks.watch.textgen import TextgenCallback
