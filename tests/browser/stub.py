@@ -206,7 +206,11 @@ class Stub:
             x, y = self.curve(run, key)
             kept = [(a * scale, b) for a, b in zip(x, y) if low <= a * scale <= high]
             thin = kept[:: max(1, len(kept) // int(query["points"]))]
+            more = {}
+            if "smoothing" in query:
+                more["smooth"] = [None if isinstance(b, str) else b / 2 for _, b in thin]
             series[key] = {
+                **more,
                 "x": [a for a, _ in thin],
                 "y": [b for _, b in thin],
                 "total": len(kept),

@@ -146,6 +146,27 @@ def test_a_hundred_thousand_points_come_as_what_a_screen_shows(tmp_path, open_bo
     assert -99.0 in part["y"]
 
 
+def test_means_are_of_all_points_and_not_of_those_that_are_sent(tmp_path, open_board):
+    """Most losses are 1, one in a hundred is 10: their mean is 1.09, not the 5.5 in the middle."""
+    records = [*records_of(10_000)]
+    for record in records:
+        if "loss" in record:
+            record["loss"] = 10.0 if record["global_step"] % 100 == 0 else 1.0
+    records[5_000]["loss"] = "nan"
+    write_run(tmp_path / "spikes", records)
+    board = open_board(tmp_path)
+    asked = f"/api/runs/{board.ids()['spikes']}/series?keys=loss&points=150&smoothing=0.99"
+    curve = board.get(asked)["series"]["loss"]
+    assert curve["decimated"] and len(curve["smooth"]) == len(curve["x"])
+    assert curve["smooth"][curve["y"].index("nan")] is None
+    late = [y for x, y in zip(curve["x"], curve["smooth"]) if x > 1000 and y is not None]
+    assert len(late) > 50 and all(1.04 < y < 1.16 for y in late)
+    whole = dict(zip(curve["x"], curve["smooth"]))
+    part = board.get(f"{asked}&from=7000&to=7200")["series"]["loss"]
+    both = [(y, whole[x]) for x, y in zip(part["x"], part["smooth"]) if x in whole]
+    assert both and all(y == expected for y, expected in both), "a part is a part of the whole"
+
+
 def test_a_log_is_followed_torn_and_rewound(tmp_path, open_board):
     log = write_run(tmp_path / "run", records_of(10, end=False))
     board = open_board(tmp_path / "run")
@@ -385,6 +406,7 @@ def test_samples_come_newest_first_and_incidents_too(tmp_path, open_board):
         ("series?keys=loss&points=99999999999999999999", "from 10 to 20000"),
         ("series?keys=loss&from=nan", "from must be a number"),
         ("series?keys=loss&to=x", "to must be a number"),
+        ("series?keys=loss&smoothing=1", "from 0 up to below 1"),
         ("series?keys=loss&keys=lr", "twice"),
         ("series?keys=loss&pints=5", "did you mean 'points'"),
         ("series?keys=" + ",".join(map(str, range(65))), "1 to 64"),

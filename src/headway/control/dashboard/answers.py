@@ -17,7 +17,7 @@ import numpy as np
 
 from headway.config.differences import ABSENT, CIRCUMSTANTIAL, flatten
 from headway.control.dashboard.columns import AXES
-from headway.control.dashboard.decimation import Floats, choose_points
+from headway.control.dashboard.decimation import Floats, choose_points, smooth
 from headway.control.dashboard.run import Run
 from headway.control.dashboard.shelf import Shelf
 from headway.control.lost_run import examine
@@ -126,12 +126,15 @@ class Answers:
         # A name may hold a comma, so that it can also be given by itself, as often as needed.
         names = [value for key, value in query if key == "key"]
         rest = [(key, value) for key, value in query if key != "key"]
-        given = _read_query(rest, ("keys", "key", "x", "points", "from", "to"))
+        given = _read_query(rest, ("keys", "key", "x", "points", "from", "to", "smoothing"))
         axis = given.get("x", "step")
         if axis not in AXES:
             raise BadRequest(400, "x: " + unknown("axis", axis[:64], AXES), valid_x=list(AXES))
         points = _whole_number(given, "points", 1500, _LEAST_POINTS, _MOST_POINTS)
         low, high = _bound(given, "from", -math.inf), _bound(given, "to", math.inf)
+        weight = _bound(given, "smoothing", 0.0)
+        if not 0 <= weight < 1:
+            raise BadRequest(400, "smoothing must be a number from 0 up to below 1")
         series, until = {}, None
         with run.lock:
             columns = self._columns(run)
@@ -149,7 +152,7 @@ class Answers:
                     xs, ys = column.points(axis)
                     until = max(until or 0.0, float(xs[-1])) if len(xs) else until
                 total = 0 if column is None else column.num_recorded
-                series[name] = _decimate(xs, ys, low, high, points, total)
+                series[name] = _decimate(xs, ys, low, high, points, total, weight)
             return {
                 "x": axis,
                 "unit": _UNITS[axis],
@@ -234,21 +237,27 @@ def _describe(run: Run) -> dict[str, Any]:
 
 
 def _decimate(
-    xs: Floats, ys: Floats, low: float, high: float, points: int, total: int
+    xs: Floats, ys: Floats, low: float, high: float, points: int, total: int, weight: float
 ) -> dict[str, Any]:
+    # Before any point is left out: the middle of the lowest and the highest is no mean.
+    means = smooth(ys, weight) if weight else None
     if low > -math.inf or high < math.inf:
         # One more on each side, so that the line leaves the picture where it should.
         first = max(0, int(np.searchsorted(xs, low, side="left")) - 1)
         last = int(np.searchsorted(xs, high, side="right")) + 1
         xs, ys = xs[first:last], ys[first:last]
+        means = None if means is None else means[first:last]
         total = len(xs)
     kept = choose_points(xs, ys, points)
-    return {
+    answer = {
         "x": _numbers(xs[kept]),
         "y": [_wire(value) for value in ys[kept].tolist()],
         "total": total,
         "decimated": len(kept) < total,
     }
+    if means is not None:
+        answer["smooth"] = [y if math.isfinite(y) else None for y in means[kept].tolist()]
+    return answer
 
 
 def _numbers(xs: Floats) -> list[float] | list[int]:

@@ -1,10 +1,11 @@
-"""Fewer points that look the same: the lowest and the highest of each stretch of a curve.
+"""Curves as a screen shows them: the lowest and the highest of each stretch, and running means.
 
-Owns: which points stay. Does not own: where they come from (columns.py), the wire (answers.py).
+Owns: which points stay, and the mean of those before each point. Does not own: where they come from (columns.py), the wire (answers.py).
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,17 @@ def choose_points(xs: Floats, ys: Floats, most: int) -> Indexes:
     strange = np.flatnonzero(~finite)
     kept.append(strange[_first_of_each(stretches[strange])])
     return np.unique(np.concatenate(kept))
+
+
+def smooth(ys: Floats, weight: float) -> Floats:
+    """A running mean that keeps `weight` of what was before; NaN where a value is not finite."""
+    finite = np.isfinite(ys)
+    parts = (ys[finite] * (1 - weight)).tolist()
+    sums = np.array(list(accumulate(parts, lambda mean, part: weight * mean + part)))
+    means = np.full(len(ys), np.nan)
+    # The first ones have not the whole weight yet.
+    means[finite] = sums / (1 - weight ** np.arange(1, len(parts) + 1))
+    return means
 
 
 def _cut(xs: Floats, count: int) -> Indexes:

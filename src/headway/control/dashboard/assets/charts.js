@@ -53,7 +53,10 @@ export class Charts {
       localStorage.setItem(KEY, JSON.stringify(options));
       this.drawAll();
     };
-    slider.addEventListener("input", changed);
+    slider.addEventListener("input", () => {
+      changed();
+      this.askSoon(); // means of all points, of which the page has few
+    });
     log.addEventListener("change", changed);
     axis.addEventListener("change", () => {
       options.x = axis.value;
@@ -108,6 +111,7 @@ export class Charts {
     const points = String(Math.min(MOST_POINTS, Math.max(300, Math.round(width * 1.5))));
     const names = keys.map((key) => ["key", key]); // each by itself: a name may hold a comma
     const asked = new URLSearchParams([...names, ["x", this.options.x], ["points", points]]);
+    if (this.options.smoothing) asked.set("smoothing", String(this.options.smoothing));
     if (this.range) {
       const [from, to] = this.range;
       const margin = (to - from) * 0.02;
@@ -248,6 +252,11 @@ export class Charts {
     this.range = range;
     show(byId("zoom-reset"), range !== null);
     this.drawAll();
+    this.askSoon();
+  }
+
+  /** Ask when the user has come to rest. */
+  askSoon() {
     clearTimeout(this.asking);
     this.asking = setTimeout(() => this.refreshSoon(), 150);
   }

@@ -1,6 +1,6 @@
 // One chart as plotly wants it: curves, axes and colours. Draws with SVG only.
 
-import { escapeLabel, flatRange, placeMarks, smooth, splitValues } from "./series.js";
+import { escapeLabel, flatRange, placeMarks, splitValues } from "./series.js";
 import { metricKind } from "./format.js";
 import { colour } from "./theme.js";
 
@@ -27,7 +27,7 @@ function readColours() {
 
 export function makeFigure(key, curves, unit, range, options) {
   const colours = readColours();
-  const traces = curves.flatMap((curve) => tracesOf(key, curve, unit, options));
+  const traces = curves.flatMap((curve) => tracesOf(key, curve, unit));
   const kind = metricKind(key);
   const flat = flatRange(traces.flatMap((trace) => trace.y), options.log);
   const axis = {
@@ -72,10 +72,11 @@ export function makeFigure(key, curves, unit, range, options) {
   return { traces, layout, config: { displayModeBar: false, responsive: true, doubleClick: false } };
 }
 
-function tracesOf(key, curve, unit, options) {
+function tracesOf(key, curve, unit) {
   const scale = metricKind(key) === "bytes" ? GIB : 1;
   const { y: values, bad } = splitValues(curve.y);
-  const y = scale === 1 ? values : values.map((value) => (value === null ? null : value / scale));
+  const scaled = (all) => (scale === 1 ? all : all.map((value) => (value === null ? null : value / scale)));
+  const y = scaled(values);
   const x = curve.x.map((value) => (value - curve.start) / unit.seconds);
   const paint = colour(`--${curve.run.colour}`);
   const { name: given } = curve.run;
@@ -85,9 +86,9 @@ function tracesOf(key, curve, unit, options) {
   const base = { x, type: "scatter", name, hovertemplate: `%{y:${format}}<extra>${name}</extra>` };
   const mode = y.length <= 20 ? "lines+markers" : "lines";
   const traces = [];
-  if (options.smoothing > 0) {
+  if (curve.smooth) {
     traces.push({ ...base, y, mode: "lines", line: { ...line, width: 1 }, opacity: 0.25, hoverinfo: "skip", hovertemplate: null });
-    traces.push({ ...base, y: smooth(y, options.smoothing), mode: "lines", line });
+    traces.push({ ...base, y: scaled(curve.smooth), mode: "lines", line });
   } else {
     traces.push({ ...base, y, mode, line, marker: { size: 5, color: paint } });
   }

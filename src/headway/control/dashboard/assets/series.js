@@ -20,19 +20,6 @@ export function splitValues(values) {
   return { y, bad };
 }
 
-/** Exponential mean without the pull of its start towards zero; gaps stay gaps. */
-export function smooth(y, weight) {
-  if (weight <= 0) return y;
-  let mean = 0;
-  let mass = 0;
-  return y.map((value) => {
-    if (value === null) return null;
-    mean = weight * mean + (1 - weight) * value;
-    mass = weight * mass + (1 - weight);
-    return mean / mass;
-  });
-}
-
 /** Where marks for values that are no numbers go: at the height of the last one that was. */
 export function placeMarks(y, bad) {
   const heights = [];
