@@ -69,7 +69,9 @@ def _check_worker(options: argparse.Namespace) -> None:
 
 def _given_to_workers(options: argparse.Namespace) -> dict[str, Any]:
     found = {name: getattr(options, name) for name in _OF_WORKERS}
-    return {name: value for name, value in found.items() if value is not None and value is not False}
+    return {
+        name: value for name, value in found.items() if value is not None and value is not False
+    }
 
 
 def _settle(options: argparse.Namespace, run_config: RunConfig) -> None:

@@ -341,8 +341,13 @@ def test_a_unix_socket_is_for_its_user_only(tmp_path):
 def test_a_host_without_a_port_means_the_usual_one_of_the_protocol(port, tls, passes):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if tls else None
     server = ControlServer(
-        *(StatusBoard(JOB), Inbox()),
-        **{"nonce": "n", "tokens": {"read": READ}, "version": "1", "tls": context, "host": "::"},
+        StatusBoard(JOB),
+        Inbox(),
+        nonce="n",
+        tokens={"read": READ},
+        version="1",
+        host="::",
+        tls=context,
     )
     server.port = port  # one that a test cannot listen on
     guard = server._make_guard()

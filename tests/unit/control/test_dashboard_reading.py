@@ -11,7 +11,7 @@ import pytest
 
 from headway.callbacks.log.json_lines import JsonLogWriter
 from headway.control.dashboard.columns import Columns
-from headway.control.dashboard.decimation import choose_points
+from headway.control.dashboard.decimation import choose_points, smooth
 from headway.control.dashboard.files import open_inside, read_end, read_object
 from headway.control.dashboard.tail import LogTail
 from headway.control.run_log import Place, Places, find_records, number_of
@@ -178,6 +178,20 @@ def test_every_stretch_keeps_its_lowest_and_highest():
         inside = ys[stretch == number]
         chosen = ys[kept][stretch[kept] == number]
         assert chosen.min() == inside.min() and chosen.max() == inside.max()
+
+
+@pytest.mark.parametrize("weight", [1e-6, 0.01, 0.5, 0.9, 0.99])
+def test_a_running_mean_is_that_of_its_definition(weight):
+    ys = np.random.default_rng(0).normal(size=25_000)
+    ys[[0, 7, 24_000]] = math.nan, math.inf, -math.inf
+    mean = mass = 0.0
+    expected = []
+    for y in ys.tolist():
+        if math.isfinite(y):
+            mean, mass = weight * mean + (1 - weight) * y, weight * mass + (1 - weight)
+        expected.append(mean / mass if math.isfinite(y) else math.nan)
+    np.testing.assert_allclose(smooth(ys, weight), expected, rtol=1e-9, atol=1e-12)
+    assert smooth(np.empty(0), weight).tolist() == []
 
 
 def test_few_points_all_of_one_place_and_all_strange():

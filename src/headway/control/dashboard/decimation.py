@@ -1,11 +1,12 @@
 """Curves as a screen shows them: the lowest and the highest of each stretch, and running means.
 
-Owns: which points stay, and the mean of those before each point. Does not own: where they come from (columns.py), the wire (answers.py).
+Owns: which points stay, and the mean of those up to each point. Does not own: where they come from
+(columns.py), the wire (answers.py).
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
+import math
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Indexes = NDArray[np.int64]
+
+_MOST_FADED = 200.0
+"""e to that power times any loss is a float."""
 
 
 def choose_points(xs: Floats, ys: Floats, most: int) -> Indexes:
@@ -43,11 +47,17 @@ def choose_points(xs: Floats, ys: Floats, most: int) -> Indexes:
 def smooth(ys: Floats, weight: float) -> Floats:
     """A running mean that keeps `weight` of what was before; NaN where a value is not finite."""
     finite = np.isfinite(ys)
-    parts = (ys[finite] * (1 - weight)).tolist()
-    sums = np.array(list(accumulate(parts, lambda mean, part: weight * mean + part)))
+    parts = ys[finite] * (1 - weight)
+    # sum of weight^(t-k) part[k] = weight^t * sum of part[k] / weight^k, as far as floats go
+    faded = weight ** np.arange(1, max(1, int(_MOST_FADED / -math.log(weight))) + 1)
+    before = 0.0
+    for start in range(0, len(parts), len(faded)):
+        piece = parts[start : start + len(faded)]
+        piece[:] = faded[: len(piece)] * (before + np.cumsum(piece / faded[: len(piece)]))
+        before = piece[-1]
     means = np.full(len(ys), np.nan)
     # The first ones have not the whole weight yet.
-    means[finite] = sums / (1 - weight ** np.arange(1, len(parts) + 1))
+    means[finite] = parts / (1 - weight ** np.arange(1, len(parts) + 1))
     return means
 
 
