@@ -289,6 +289,19 @@ def test_a_run_whose_process_lives_is_running_however_long_it_says_nothing(tmp_p
         assert board.get(f"/api/runs/{run['id']}/post_mortem")["resume_command"] is None
 
 
+def test_a_run_whose_log_is_not_read_to_its_end_is_none_that_runs_or_was_lost(
+    tmp_path, open_board, monkeypatch
+):
+    monkeypatch.setattr("headway.control.dashboard.answers._LIST_S", 0.0)
+    write_run(tmp_path / "run", records_of(3))
+    board = open_board(tmp_path)
+    (run,) = board.get("/api/runs")["runs"]
+    assert (run["state"], run["complete"], run["post_mortem"]) == ("reading", False, False)
+    monkeypatch.setattr("headway.control.dashboard.answers._LIST_S", 60.0)
+    (run,) = board.get("/api/runs")["runs"]
+    assert (run["state"], run["complete"]) == ("finished", True)
+
+
 def test_metrics_whose_names_hold_commas(tmp_path, open_board):
     write_run(tmp_path / "run", records_of(3, **{"f1 (a,b)": 0.5}))
     board = open_board(tmp_path)

@@ -176,6 +176,8 @@ class Run:
 
     def state(self, now: float) -> str:
         """What the files tell of how the run is; a live job knows better."""
+        if not self.at_end:
+            return "reading"  # how it ended, and whether, is in the last line
         step, done = step_of(self.last), self.last.get("type") == "summary"
         if self._failed_at() > (self.resumed_at or 0.0):
             return "failed"
