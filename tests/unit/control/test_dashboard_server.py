@@ -302,6 +302,15 @@ def test_a_run_whose_log_is_not_read_to_its_end_is_none_that_runs_or_was_lost(
     assert (run["state"], run["complete"]) == ("finished", True)
 
 
+def test_a_checkpoint_that_was_put_elsewhere_is_no_run(tmp_path, open_board):
+    write_run(tmp_path / "run", records_of(3))
+    kept = tmp_path / "archive" / "checkpoint-3"
+    (kept / "run").mkdir(parents=True)
+    for name in ("run/config.json", "checkpoint_manifest.json"):
+        (kept / name).write_text("{}")
+    assert list(open_board(tmp_path).ids()) == ["run"]
+
+
 def test_metrics_whose_names_hold_commas(tmp_path, open_board):
     write_run(tmp_path / "run", records_of(3, **{"f1 (a,b)": 0.5}))
     board = open_board(tmp_path)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.checkpoint.manifest import MANIFEST_NAME
 from headway.control.dashboard.files import is_file_inside
 from headway.control.dashboard.run import Run
 from headway.control.run_log import LOG_NAMES
@@ -138,6 +139,8 @@ def find_run_folders(root: Path) -> list[Path]:
 
 
 def holds_run(folder: Path) -> bool:
+    if is_file_inside(folder, MANIFEST_NAME):
+        return False  # a checkpoint, which has the configuration of its run too
     names = [(name,) for name in LOG_NAMES]
     return any(is_file_inside(folder, *parts) for parts in [*names, ("run", "config.json")])
 
