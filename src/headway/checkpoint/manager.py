@@ -40,7 +40,7 @@ from headway.checkpoint.pins import Keepers, is_pinned
 from headway.checkpoint.publication import inherit_lifetime, publish
 from headway.checkpoint.ranks import Ranks, SoloRanks
 from headway.checkpoint.replication import check_contents
-from headway.checkpoint.retention import Entry, choose_deletions, rank_by_metric
+from headway.checkpoint.retention import Entry, choose_deletions, entry_of, rank_by_metric
 from headway.checkpoint.search import Search, find_newest_whole, read_resumable
 from headway.checkpoint.staged import PendingSave
 from headway.checkpoint.staging import Stager
@@ -82,6 +82,7 @@ class CheckpointManager:
         save_total_limit: int | None = 2,
         preserve_n_best: int = 0,
         greater_is_better: bool = False,
+        metric_name: str | None = None,
         keep_every_n_steps: int | None = None,
         retention: Mapping[str, Any] | None = None,
         digest: str = DEFAULT_DIGEST,
@@ -108,7 +109,7 @@ class CheckpointManager:
         self.pinned = Keepers()
         """Directory names that retention leaves alone for as long as this object lives; a pin
         that lasts is `pins.pin`."""
-        self._greater_is_better = greater_is_better
+        self._greater_is_better, self._metric_name = greater_is_better, metric_name
         self._digest = digest
         self._max_shard_bytes = max_shard_bytes
         self._ranks = ranks or SoloRanks()
@@ -312,15 +313,10 @@ class CheckpointManager:
 
     def _entries(self) -> list[Entry]:
         return [
-            Entry(
-                id=checkpoint.path.name,
-                save_counter=checkpoint.save_counter,
-                step=checkpoint.step,
-                metric=checkpoint.manifest.metric,
-                permanent=bool(checkpoint.manifest.metadata.get("permanent")),
+            entry_of(
+                checkpoint,
                 pinned=checkpoint.path.name in self.pinned or is_pinned(checkpoint.path),
-                kind=checkpoint.kind,
-                ephemeral=bool(checkpoint.manifest.metadata.get("ephemeral")),
+                metric_name=self._metric_name,
             )
             for checkpoint in self.list()
             if checkpoint.path.name not in self._damaged

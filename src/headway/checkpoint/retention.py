@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headway.checkpoint.best import lookup_metric
+from headway.checkpoint.manifest import CommittedCheckpoint
 from headway.errors import ConfigError
 
 
@@ -26,6 +28,29 @@ class Entry:
     kind: str = "training"
     ephemeral: bool = False
     """Made only to lose little work when the job is killed: goes when a newer one is there."""
+
+
+def entry_of(
+    checkpoint: CommittedCheckpoint, *, pinned: bool, metric_name: str | None = None
+) -> Entry:
+    """A checkpoint as retention sees it; its metric is the one of that name, else the ranked one.
+
+    A run may rank by another metric than the one that a checkpoint was saved under.
+    """
+    manifest = checkpoint.manifest
+    metric = manifest.metric
+    if metric_name is not None and manifest.metrics is not None:
+        metric = lookup_metric(manifest.metrics, metric_name)
+    return Entry(
+        id=checkpoint.path.name,
+        save_counter=checkpoint.save_counter,
+        step=checkpoint.step,
+        metric=metric,
+        permanent=bool(manifest.metadata.get("permanent")),
+        pinned=pinned,
+        kind=checkpoint.kind,
+        ephemeral=bool(manifest.metadata.get("ephemeral")),
+    )
 
 
 def _age(entry: Entry) -> tuple[int, int, str]:

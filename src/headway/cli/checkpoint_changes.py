@@ -52,24 +52,13 @@ def run_prune(options: argparse.Namespace) -> int:
 
 def _choose_victims(options: argparse.Namespace, found: list[CommittedCheckpoint]) -> list[str]:
     """What may go so that the newest that stays is whole; a damaged one neither goes nor counts."""
-    from headway.checkpoint import Entry, choose_deletions, is_pinned, verify
+    from headway.checkpoint import choose_deletions, is_pinned, verify
+    from headway.checkpoint.retention import entry_of
     from headway.checkpoint.storage import is_url
 
     counting = list(found)
     while True:
-        entries = [
-            Entry(
-                id=c.path.name,
-                save_counter=c.save_counter,
-                step=c.step,
-                metric=c.manifest.metric,
-                permanent=bool(c.manifest.metadata.get("permanent")),
-                pinned=is_pinned(c.path),
-                kind=c.kind,
-                ephemeral=bool(c.manifest.metadata.get("ephemeral")),
-            )
-            for c in counting
-        ]
+        entries = [entry_of(c, pinned=is_pinned(c.path)) for c in counting]
         victims = choose_deletions(
             entries,
             limit=options.keep,

@@ -20,7 +20,13 @@ from headway.checkpoint.optimizer import find_regrouped
 from headway.optim.in_force import InForce
 from headway.optim.rate_scaling import scale_rates
 from headway.trainers.overruled import Overruled, find_overruled, join_overruled
-from headway.trainers.resume import Found, find_older, make_report, wanted_components
+from headway.trainers.resume import (
+    Found,
+    ResumeReport,
+    find_older,
+    make_report,
+    wanted_components,
+)
 
 if TYPE_CHECKING:
     from headway.data.loader import WindowLoader
@@ -38,8 +44,8 @@ def resume_run(
     config: dict[str, Any],
     fingerprints: dict[str, Any],
     loader: WindowLoader,
-) -> None:
-    """Load what was found, and tell, log and write what differs from the run that saved it.
+) -> ResumeReport:
+    """Load what was found; tell, log, write and return what differs from the run that saved it.
 
     If its weights or optimizer turn out damaged, an older one of the `others` is loaded instead.
     """
@@ -79,6 +85,7 @@ def resume_run(
     _compare_steps(trainer, loaded.trainer_state.get("samples_per_step"), now)
     if trainer.env.rank == 0:
         report.write(trainer.args.output_dir)
+    return report
 
 
 def _take_back_rates(trainer: Trainer, factor: float) -> None:

@@ -39,7 +39,7 @@ from headway.models.hf import generation_config_of, hf_config_of
 from headway.optim.build import follow_scheduler
 from headway.optim.schedule_state import ScheduleState
 from headway.optim.scheduler import CurveLR
-from headway.trainers.best_model import find_best
+from headway.trainers.best_model import find_best, rank_anew
 from headway.trainers.callback_tensors import part_of, tensor_components
 from headway.trainers.fingerprints import take_fingerprints
 from headway.trainers.folder_lock import FolderLock
@@ -112,6 +112,7 @@ class Saver:
             retention=retention,
             preserve_n_best=num_best,
             greater_is_better=bool(greater),
+            metric_name=self._metric_name,
             keep_every_n_steps=args.keep_every_n_steps,
             topology={"strategy": args.strategy_name},
             ranks=trainer._ranks(),
@@ -456,7 +457,7 @@ class Saver:
     def resume(self, found: Found) -> None:
         """Go on from a checkpoint, and report what is not as it was."""
         assert self._loader is not None
-        resume_run(
+        report = resume_run(
             self._trainer,
             found,
             self.load,
@@ -465,6 +466,7 @@ class Saver:
             fingerprints=self._fingerprints,
             loader=self._loader,
         )
+        rank_anew(self._trainer, self.manager, self._metric_name, report)
 
     def rollback(self, request: RollbackRequest) -> None:
         """Return to an earlier checkpoint of this run."""
@@ -483,7 +485,7 @@ class Saver:
         trainer = self._trainer
         assert trainer.strategy is not None
         self.deliver()
-        found = find_best(self.manager, trainer.state)
+        found = find_best(self.manager, trainer.state, self._metric_name)
         best = trainer._ranks().share(None if found is None else str(found))
         if best is None:
             return

@@ -502,6 +502,28 @@ def test_the_best_model_is_that_of_the_best_evaluation_wherever_it_was_saved(tmp
     assert "c/out/checkpoint-5 (2.0)" in caplog.text
 
 
+def test_a_resume_may_rank_by_another_metric(tmp_path, caplog):
+    class Script(TrainerCallback):
+        priority = 100
+
+        def on_evaluate(self, metrics, state):
+            step = state.global_step - 1
+            metrics["eval_loss"] = [5.0, 4.0, 3.0, 2.5, 2.6, 2.7][step]
+            metrics["eval_accuracy"] = [0.1, 0.3, 0.2, 0.6, 0.5, 0.4][step]
+
+    keep = KeepWeights()
+    settings = dict.fromkeys(("eval_strategy", "save_strategy"), "steps")
+    settings |= {"eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    settings |= {"learning_rate": 1e-2, "max_steps": 6, "save_total_limit": 2}
+    tiny_trainer(tmp_path, [Script()], stop_at=3, **settings).train()
+    settings |= {"metric_for_best_model": "accuracy", "greater_is_better": True}
+    trainer = tiny_trainer(tmp_path, [Script(), keep], **settings)
+    trainer.train()
+    assert "the best evaluation so far is now 0.3 (" in caplog.text
+    assert trainer.state.best_metric == 0.6 and trainer.state.best_global_step == 4
+    assert torch.equal(weights_of(trainer), keep.weights[0]), "those of step 4"
+
+
 def test_steps_repeated_after_a_rollback_are_logged_and_evaluated(tmp_path):
     class RollBackOnce(TrainerCallback):
         done = False
