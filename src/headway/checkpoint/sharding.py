@@ -83,13 +83,13 @@ def empty_state(
 
     That is, spread over the ranks, and in the same order in memory, which fused kernels go by.
     """
-    spread = is_spread(param)
-    if not shape or (spread and device != param.device):
+    lies_alike = shape == tuple(param.shape)
+    if not is_spread(param) or not shape or device != param.device:
+        if lies_alike and not is_traceable_wrapper_subclass(param):
+            return torch.empty_like(param, dtype=dtype, device=device, requires_grad=False)
         return torch.empty(shape, dtype=dtype, device=device)
-    if shape == tuple(param.shape) and (spread or not is_traceable_wrapper_subclass(param)):
-        return torch.empty_like(param, dtype=dtype, device=device, requires_grad=False)
-    if not spread:
-        return torch.empty(shape, dtype=dtype, device=device)
+    if lies_alike:
+        return torch.empty_like(param, dtype=dtype, requires_grad=False)
     from torch.distributed.tensor import DTensor, Replicate
 
     # As optimizers make it: what is not of the parameter's shape is the same on all ranks.
