@@ -126,7 +126,11 @@ class RemoteStorage(Storage):
             name = f"{name}.old-{new_nonce()}"
         directory = self.root / name
         directory.mkdir()
-        self._fs.get_file(self._path(place, MANIFEST_NAME), str(directory / MANIFEST_NAME))
+        try:
+            self._fs.get_file(self._path(place, MANIFEST_NAME), str(directory / MANIFEST_NAME))
+        except BaseException:
+            shutil.rmtree(directory)  # else the next refresh finds its place taken
+            raise
         self._places[name] = place
         owner = self.root / (again["name"] if again else place)
         if owner != directory and _counter(directory) > _counter(owner):
@@ -169,13 +173,15 @@ class RemoteStorage(Storage):
 
     def rename(self, source: Path, target: Path) -> None:
         """Local names change locally; a new checkpoint's name is given by uploading it."""
-        place = self._places.pop(source.name, None)
+        place = self._places.get(source.name)
         if place is not None and target.name.startswith(TRASH_PREFIX):
             self._fs.rm_file(self._path(place, MANIFEST_NAME))
         is_new = place is None and (source / MANIFEST_NAME).is_file()
         if is_new and not target.name.startswith(TRASH_PREFIX):
             place = self._upload(source, target.name)
         super().rename(source, target)
+        # Not before: what the address refused is still known here under its name.
+        self._places.pop(source.name, None)
         if place is not None:
             self._places[target.name] = place
 

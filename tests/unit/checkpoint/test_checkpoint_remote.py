@@ -233,3 +233,25 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
 def test_an_unknown_protocol_is_refused():
     with pytest.raises(CheckpointError, match="nosuch"):
         CheckpointManager("nosuch://x")
+
+
+@pytest.mark.parametrize(("act", "name"), [("rm_file", "checkpoint_manifest"), ("get_file", "")])
+def test_a_network_that_fails_once_does_not_end_all_later_saves(address, monkeypatch, act, name):
+    manager = CheckpointManager(address, save_total_limit=1)
+    manager.save(make_contents(), 1)
+    if act == "get_file":
+        manager = CheckpointManager(address, save_total_limit=1)
+    fs = fsspec.core.url_to_fs(address)[0]
+    real, failed = getattr(fs, act), []
+
+    def fail_once(path, *rest, **options):
+        if name in str(path) and not failed:
+            failed.append(path)
+            raise OSError(110, "timed out")
+        return real(path, *rest, **options)
+
+    monkeypatch.setattr(fs, act, fail_once)
+    with pytest.raises(OSError, match="timed out"):
+        manager.save(make_contents(), 2)
+    manager.save(make_contents(), 3)
+    assert [c.path.name for c in list_checkpoints(address)] == ["checkpoint-3"]
