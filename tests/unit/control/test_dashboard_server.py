@@ -311,6 +311,15 @@ def test_a_checkpoint_that_was_put_elsewhere_is_no_run(tmp_path, open_board):
     assert list(open_board(tmp_path).ids()) == ["run"]
 
 
+def test_short_logs_do_not_wait_for_a_long_one(tmp_path, open_board, monkeypatch):
+    monkeypatch.setattr("headway.control.dashboard.tail._BLOCK_BYTES", 4096)
+    monkeypatch.setattr("headway.control.dashboard.answers._LIST_S", 1.0)
+    write_run(tmp_path / "a long one", records_of(200_000))
+    write_run(tmp_path / "short", records_of(3))
+    runs = {run["name"]: run for run in open_board(tmp_path).get("/api/runs")["runs"]}
+    assert runs["short"]["state"] == "finished"
+
+
 def test_metrics_whose_names_hold_commas(tmp_path, open_board):
     write_run(tmp_path / "run", records_of(3, **{"f1 (a,b)": 0.5}))
     board = open_board(tmp_path)
