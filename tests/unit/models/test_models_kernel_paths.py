@@ -22,6 +22,7 @@ from torch._dynamo.utils import counters
 
 from headway import Trainer, TrainingArguments
 from headway.models import Decoder, DecoderConfig, decoder, projections
+from headway.models.attention import plan_attention
 from headway.models.rope import apply_rope
 from headway.strategies.compilation import CompileOptions, compile_module
 from headway.testing import tiny_dataset
@@ -140,6 +141,22 @@ def test_weights_of_several_dtypes_are_not_joined(taken: Counter[str]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         model(ids, ids).loss.backward()
     assert taken["split_heads"] == 1  # of the other block
+
+
+def test_attention_on_a_gpu_is_planned_within_a_graph() -> None:
+    """As `torch_compile_full_graph` wants it of a model that is compiled as a whole."""
+
+    def planned(x: Tensor) -> Tensor:
+        plan = plan_attention(
+            CONFIG, seq_len=x.shape[0], past_len=0, device=torch.device("cuda", 0),
+            dtype=torch.bfloat16, document_ids=None, attention_mask=None, cached=False,
+        )  # fmt: skip
+        assert plan.is_causal and plan.mask is None
+        return x * 2 if plan.groups_heads else x
+
+    torch.compiler.reset()
+    grouped = torch.compile(planned, backend="eager", fullgraph=True)(torch.ones(16))
+    assert bool((grouped == 2).all()) == torch.backends.cuda.flash_sdp_enabled()
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
