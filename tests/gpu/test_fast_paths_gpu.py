@@ -270,9 +270,17 @@ def test_a_layer_with_a_hook_is_called_by_itself_in_a_compiled_block() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("scope", ["blocks", "model"])
-def test_a_compiled_run_evaluates_as_an_eager_one(scope: str, tmp_path: Path) -> None:
-    """Without gradients the compiler makes other graphs of the same blocks."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"torch_compile_scope": "blocks"},
+        {"torch_compile_scope": "model", "torch_compile_full_graph": True},
+        {"torch_compile_mode": "reduce-overhead", "torch_compile_dynamic": False},
+    ],
+    ids=["blocks", "model", "graphs of the device"],
+)
+def test_a_compiled_run_evaluates_as_an_eager_one(options: dict[str, Any], tmp_path: Path) -> None:
+    """Without gradients the compiler makes other graphs of the same blocks; before training, too."""
     config = DecoderConfig(
         vocab_size=512, hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=64
     )
@@ -291,10 +299,11 @@ def test_a_compiled_run_evaluates_as_an_eager_one(scope: str, tmp_path: Path) ->
             eval_dataset=data,
             default_callbacks=False,
         )  # fmt: skip
+        before = trainer.evaluate()["eval_loss"]
         trainer.train()
-        return [r["eval_loss"] for r in trainer.state.log_history if "eval_loss" in r]
+        return [before, *(r["eval_loss"] for r in trainer.state.log_history if "eval_loss" in r)]
 
     plain = eval_losses("plain")
-    compiled = eval_losses("compiled", torch_compile=True, torch_compile_scope=scope)
-    assert len(plain) == 2
+    compiled = eval_losses("compiled", torch_compile=True, **options)
+    assert len(plain) >= 3
     assert compiled == pytest.approx(plain, rel=1e-2)

@@ -268,6 +268,9 @@ def equip(strategy: Strategy, args: TrainingArguments) -> ActivationOffload | No
     # A pipeline has several forwards whose backward is to come.
     if compiling is not None and compiling.replays and args.strategy_name != "pipeline":
         contexts.append(_new_step)
+        # Until the first mark every call of a compiled block would count as a step, also in an
+        # evaluation before training: what one block gave would be lost to the next.
+        torch.compiler.cudagraph_mark_step_begin()
     strategy.train_context = _joined(contexts)
     return offload
 

@@ -1,12 +1,13 @@
-"""Objects that are given beside options, where only one of the two counts."""
+"""Objects that are given beside options, and what a strategy is given for its forwards."""
 
 import pytest
 import torch
 
 from headway import TrainingArguments
 from headway.models.fused_loss import chunked_loss
+from headway.strategies.single import SingleDevice
 from headway.testing import tiny_decoder
-from headway.trainers.preparation import choose_fused_loss, model_source
+from headway.trainers.preparation import choose_fused_loss, equip, model_source
 
 CPU = torch.device("cpu")
 
@@ -46,3 +47,18 @@ def test_a_function_for_recomputation_that_is_off_is_told(recomputes, caplog):
     )
     text = "enable_activation_checkpoint_fn: without effect, since gradient_checkpointing is False"
     assert (text in caplog.text) is not recomputes
+
+
+@pytest.mark.parametrize(("mode", "marks"), [("reduce-overhead", 1), ("default", 0)])
+def test_graphs_of_a_device_are_told_of_steps_before_anything_runs(mode, marks, monkeypatch):
+    """An evaluation may come first, and would lose what one block gives to the next."""
+    told = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: told.append(1))
+    strategy = SingleDevice(CPU)
+    args = {"torch_compile": True, "torch_compile_mode": mode, "use_cpu": True}
+    equip(strategy, TrainingArguments(**args))
+    assert len(told) == marks
+    with strategy.eval_context():  # what an evaluation keeps of a batch must outlast the next one
+        assert len(told) == marks
+    with strategy.train_context():
+        assert len(told) == 2 * marks
