@@ -280,7 +280,7 @@ def test_a_layer_with_a_hook_is_called_by_itself_in_a_compiled_block() -> None:
     ids=["blocks", "model", "graphs of the device"],
 )
 def test_a_compiled_run_evaluates_as_an_eager_one(options: dict[str, Any], tmp_path: Path) -> None:
-    """Without gradients the compiler makes other graphs of the same blocks; before training, too."""
+    """Without gradients the compiler makes other graphs; of the device, before training too."""
     config = DecoderConfig(
         vocab_size=512, hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=64
     )

@@ -132,13 +132,14 @@ def _groups_heads(device: torch.device, dtype: torch.dtype, *, masked: bool) -> 
     # Of the GPU kernels only flash (half precision, no mask) does, where it is allowed; asked of
     # the others, SDPA would fall back to the scores.
     half = dtype in (torch.float16, torch.bfloat16)
-    return device.type == "cuda" and half and not masked and _allows_flash()
+    return bool(device.type == "cuda" and half and not masked and _allows_flash())
 
 
 # Known when a graph is made: asked inside of one, it would end the graph there.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _allows_flash() -> bool:
-    return torch.backends.cuda.flash_sdp_enabled()
+    allowed: bool = torch.backends.cuda.flash_sdp_enabled()
+    return allowed
 
 
 def _dense_mask(
