@@ -35,25 +35,32 @@ class ProcessIdentity:
 def identify(pid: int | None = None) -> ProcessIdentity:
     """The identity of a process of this machine, by default of this one."""
     number = os.getpid() if pid is None else pid
-    stat = _read_stat(number)
+    try:
+        stat = _read_stat(number)
+    except OSError:
+        stat = None
     return ProcessIdentity(number, socket.gethostname(), _place(), stat[1] if stat else "")
 
 
 def look_at(process: ProcessIdentity) -> State | None:
-    """What the process is doing; None where it cannot be seen: on another machine, or not Linux."""
+    """What the process is doing; None where it cannot be seen: on another machine, not on Linux, or
+    because this process has no file descriptor left to look with."""
     if not process.place or not process.started or process.place != _place():
         return None
-    stat = _read_stat(process.pid)
+    try:
+        stat = _read_stat(process.pid)
+    except OSError:
+        return None
     if stat is None or stat[1] != process.started or stat[0] in "ZXx":
         return "gone"
     return "stopped" if stat[0] == "T" else "running"
 
 
 def _read_stat(pid: int) -> tuple[str, str] | None:
-    """State and start of a process, from the kernel's table."""
+    """State and start of a process, from the kernel's table; None where it has no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     # The name of the program comes second, in brackets, and may hold anything.
     fields = text.rpartition(")")[2].split()

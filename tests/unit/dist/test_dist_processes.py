@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -37,3 +38,16 @@ def test_a_number_given_anew_and_another_machine_are_not_mistaken_for_it() -> No
     assert look_at(own) == "running"
     assert look_at(replace(own, started="1")) == "gone"
     assert look_at(replace(own, place="another boot of another machine")) is None
+
+
+def test_a_process_is_not_gone_because_no_file_can_be_opened() -> None:
+    own = identify()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # As in a process that has used up what it may open, if only for a moment.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        seen = look_at(own)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert seen is None
+    assert look_at(own) == "running"
