@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -16,6 +17,9 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
+
+from headway.dist import guard_run, init_distributed, watch
+from headway.testing import RankFailure, run_ranks
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 # What the promise is (10 s), and 5 s for a busy machine to schedule the processes at all.
@@ -210,3 +214,32 @@ def test_a_restart_on_the_same_store_does_not_meet_the_attempt_before(
             ranks.wait_until_ready()
             ranks.tell(0)
             assert [ranks.wait(rank) for rank in range(3)] == [0, 0, 0], ranks.stderr()
+
+
+def hold_every_thread(how: str) -> float:
+    """Rank 1 makes one call in which no other thread of its process gets a turn."""
+    watch.BEAT_S = 0.1
+    context = init_distributed(use_cpu=True)
+    with guard_run():
+        began = time.monotonic()
+        if context.rank == 1 and how == "computes":
+            before_s = time.thread_time()
+            sum(range(10**7))
+            sum(range(int(8 * 10**7 / (time.thread_time() - before_s))))
+        elif context.rank == 1:
+            ctypes.PyDLL(None).sleep(60)
+        context.barrier()
+        return time.monotonic() - began
+
+
+def test_a_rank_that_computes_is_not_lost_though_it_gives_no_sign() -> None:
+    limits = {"HEADWAY_FROZEN_AFTER_S": "1"}
+    took_s = run_ranks(hold_every_thread, 2, "computes", timeout_s=120, env=limits)
+    assert min(took_s) > 3.5, "longer than a rank that does nothing may be silent"
+
+
+def test_a_rank_that_gives_no_sign_and_does_nothing_is_lost() -> None:
+    limits = {"HEADWAY_FROZEN_AFTER_S": "1"}
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(hold_every_thread, 2, "sleeps", timeout_s=50, env=limits)
+    assert caught.value.rank == 0, "the one that goes by itself"

@@ -56,15 +56,26 @@ def look_at(process: ProcessIdentity) -> State | None:
     return "stopped" if stat[0] == "T" else "running"
 
 
-def _read_stat(pid: int) -> tuple[str, str] | None:
-    """State and start of a process, from the kernel's table; None where it has no such process."""
+def time_used_s(process: ProcessIdentity) -> float:
+    """For how long all threads of a process have computed so far; 0 where that cannot be seen."""
+    if look_at(process) != "running":
+        return 0.0
+    try:
+        stat = _read_stat(process.pid)
+    except OSError:
+        return 0.0
+    return stat[2] / os.sysconf("SC_CLK_TCK") if stat else 0.0
+
+
+def _read_stat(pid: int) -> tuple[str, str, int] | None:
+    """State, start and ticks used of a process, from the kernel's table; None where it has none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The name of the program comes second, in brackets, and may hold anything.
     fields = text.rpartition(")")[2].split()
-    return (fields[0], fields[19]) if len(fields) > 19 else None
+    return (fields[0], fields[19], int(fields[11]) + int(fields[12])) if len(fields) > 19 else None
 
 
 @cache

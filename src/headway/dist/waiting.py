@@ -43,6 +43,10 @@ class Standing:
         return json.dumps(asdict(self))
 
 
+HOLDS_ALL = Standing(0, 0.0, "a call that lets no other thread of its process run")
+"""What others say of a rank that computes and cannot say where it stands."""
+
+
 def decode(text: str) -> Standing:
     return Standing(**json.loads(text))
 

@@ -27,8 +27,8 @@ from typing import Any, Literal
 
 from headway.dist.env import frozen_limit_s, waiting_limit_s
 from headway.dist.forced_end import end_process, say
-from headway.dist.processes import ProcessIdentity, State, look_at
-from headway.dist.waiting import MainThread, decode, find_late
+from headway.dist.processes import ProcessIdentity, State, look_at, time_used_s
+from headway.dist.waiting import HOLDS_ALL, MainThread, decode, find_late
 
 BEAT_S = 1.0
 SILENT_AFTER_S = 4.0
@@ -95,8 +95,10 @@ class Watch:
         self._frozen_after_s = frozen_limit_s() if frozen_after_s is None else frozen_after_s
         self._waiting_after_s = waiting_limit_s() if waiting_after_s is None else waiting_after_s
         self._neighbours = [
-            (rank + distance) % self.world_size
-            for distance in range(1, min(_NUM_NEIGHBOURS, self.world_size - 1) + 1)
+            number
+            for number in range(self.world_size)
+            if 0 < (number - rank) % self.world_size <= _NUM_NEIGHBOURS
+            or (number != rank and look_at(members[number]) is not None)
         ]
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._requests: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
@@ -365,7 +367,11 @@ class Watch:
         if sign != before:
             before, since = sign, now
         self._beats[number] = (before, since)
-        limit_s = self._patience_s(number, state)
+        if state == "running" and now - since > 2 * BEAT_S:
+            self._vouch_for(number)
+        limit_s = self._patience_s(state)
+        if state is None and self._suspicious:
+            limit_s = SILENT_AFTER_S
         if state != "gone" and (not limit_s or now - since < limit_s):
             return None
         where = f"process {process.pid} on {process.host}"
@@ -378,23 +384,22 @@ class Watch:
         how = "is stopped (SIGSTOP)" if state == "stopped" else "does not answer"
         return Failure(number, f"it {how}, no sign of life for {now - since:.0f} s ({where})")
 
-    def _patience_s(self, number: int, state: State | None) -> float:
-        """How long a rank may give no sign; 0 for as long as it likes."""
-        if state is None and self._suspicious:
-            return SILENT_AFTER_S
-        limit_s = self._frozen_after_s
-        # A library being loaded, or a page read from a slow disk, keeps every thread of a process
-        # from running. Those on its machine see that it is not stopped, and are asked first.
-        seen_by_others = state is None and self._has_companion(number)
-        return limit_s * _NOT_STOPPED if state == "running" or seen_by_others else limit_s
+    def _vouch_for(self, number: int) -> None:
+        """Give a sign in the place of a silent rank that computes: one long call, such as reading
+        a large JSON text, can keep every thread of a process from running."""
+        share_s = self._frozen_after_s / 4  # the few moments that idle threads use make no sign
+        if share_s:
+            num_shares = int(time_used_s(self._members[number]) / share_s)
+            self._store.set(f"beat/{number}", f"+{num_shares} {HOLDS_ALL.encode()}")
 
-    def _has_companion(self, number: int) -> bool:
-        place = self._members[number].place
-        return any(
-            other.place == place and place
-            for rank, other in enumerate(self._members)
-            if rank != number
-        )
+    def _patience_s(self, state: State | None) -> float:
+        """How long a process may give no sign; 0 for as long as it likes.
+
+        A library being loaded, a page read from a slow disk or a machine that is moved elsewhere
+        keeps every thread of a process from running. That it is stopped is certain only where it
+        can be seen.
+        """
+        return self._frozen_after_s * (1 if state == "stopped" else _NOT_STOPPED)
 
     def _post(self, failure: Failure) -> None:
         """Write the record unless there is one, and take the one that is there."""
@@ -430,6 +435,10 @@ class Watch:
             self._note(failure)
             say(f"rank {self.rank}: {failure.describe(self.world_size)}")
 
+    def _look_at_keeper(self) -> State | None:
+        keeper = self._keeper_rank
+        return None if keeper is None else look_at(self._members[keeper])
+
     # -- the thread that never waits ------------------------------------------------------------
 
     def _limit(self) -> None:
@@ -442,7 +451,8 @@ class Watch:
             failure = self.failure
             if failure is None:
                 silent_s = now - max(self._last_contact, awake_since)
-                if self._frozen_after_s and silent_s > self._frozen_after_s + BEAT_S:
+                limit_s = self._patience_s(self._look_at_keeper())
+                if limit_s and silent_s > limit_s + BEAT_S:
                     self._blame_keeper(f"no answer for {silent_s:.0f} s")
                 continue
             since_s = now - self._failed_at
