@@ -10,6 +10,9 @@ from headway import Trainer, TrainerCallback, TrainingArguments
 from headway.testing import tiny_dataset, tiny_decoder, tiny_llama
 
 
+TOKEN = {"input_ids": [7], "labels": [7]}
+
+
 class Curve(TrainerCallback):
     def __init__(self):
         self.losses, self.norms = [], []
@@ -59,8 +62,8 @@ def run(tmp_path, make_model, batch, accumulation):
             use_cpu=True,
         ),
         model_init=make_model,
-        # 22 samples: with windows of 8 the last of each epoch is partial
-        train_dataset=tiny_dataset(22, sequence_length=24, ragged=True),
+        # 22 samples: with windows of 8 the last of each epoch is partial; two have no target
+        train_dataset=tiny_dataset(20, sequence_length=24, ragged=True) + [TOKEN, TOKEN],
         callbacks=[curve],
         default_callbacks=False,
     )

@@ -19,26 +19,29 @@ def count_targets(batch: Any) -> int | torch.Tensor:
     """Labels other than -100 that a model is to predict, else samples.
 
     Token labels of a dict belong to the inputs beside them, so a causal model predicts
-    `labels[..., 1:]`; where none of these counts, but the first of a row does, it is a label of
-    another kind. Those of a pair (inputs, labels) belong to the outputs, and those beside
-    `decoder_input_ids` have been shifted already: all of them count.
+    `labels[..., 1:]`. Where they have not the shape of `input_ids`, and none of these counts, but
+    the first of a row does, it is a label of another kind. Those of a pair (inputs, labels) belong
+    to the outputs, and those beside `decoder_input_ids` have been shifted already: all of them
+    count.
     A tensor only for labels on a device other than the CPU, where a number would need a sync.
     """
     labels = _labels_of(batch)
     if labels is None or labels.is_floating_point():
         return count_samples(batch)
     shifted = are_beside_inputs(batch, labels)
+    of_tokens = shifted and getattr(batch.get("input_ids"), "shape", None) == labels.shape
     if labels.device.type != "cpu":
         every = (labels != IGNORED_LABEL).sum()
         if not shifted:
             return every
         later = (labels[..., 1:] != IGNORED_LABEL).sum()
-        return torch.where(later > 0, later, every)
+        return later if of_tokens else torch.where(later > 0, later, every)
     # On small batches numpy costs a fraction of torch, and contiguous a fraction of strided.
     kept = labels.numpy() != IGNORED_LABEL
     first = np.count_nonzero(kept[..., 0]) if shifted and kept.size else 0
     number = int(np.count_nonzero(kept))
-    return number - int(first) or number
+    later_number = number - int(first)
+    return later_number if of_tokens else later_number or number
 
 
 def are_beside_inputs(batch: Any, labels: torch.Tensor) -> bool:

@@ -101,6 +101,13 @@ def test_counts_follow_documents_and_shifted_labels():
     assert (count_targets(batch), count_tokens(batch)) == (1, 3)
 
 
+@pytest.mark.parametrize("labels", [[[5]], [[5, -100, -100]], [[5, -100], [6, -100]]])
+def test_the_first_token_of_a_text_is_nobodys_target(labels):
+    """However few there are in a batch: else the loss would depend on how a step is cut."""
+    labels = torch.tensor(labels)
+    assert count_targets({"input_ids": torch.ones_like(labels), "labels": labels}) == 0
+
+
 def test_counting_on_a_device_does_not_sync():
     batch = {"labels": torch.zeros(2, 3, dtype=torch.int64, device="meta")}
     assert isinstance(count_targets(batch), torch.Tensor)
