@@ -209,6 +209,23 @@ def _compiled_schedule(name: str) -> Check:
     return check
 
 
+def unselectable(facts: ScheduleFacts, args: Any) -> str | None:
+    """Why a schedule and selective recomputation do not go together."""
+    selects = args.gradient_checkpointing and args.gradient_checkpointing_policy == "selective"
+    if not (selects and facts.is_zero_bubble):
+        return None
+    return (
+        f"gradient_checkpointing_policy='selective' does not work with pipe_schedule {facts.name}, "
+        "which makes the gradients of inputs and weights apart and so recomputes twice; use "
+        "'block', or Interleaved1F1B"
+    )
+
+
+def _selective_schedule(args: Any) -> str | None:
+    facts = _named_schedule(args)
+    return unselectable(facts, args) if facts else None
+
+
 def set_by_hand(args: Any) -> bool:
     """Whether one of the options that follow from the schedule is not left to it."""
     names = ("is_multistage", "stages_per_rank", "pp_stage_type")
@@ -386,6 +403,9 @@ RULES: list[Rule] = [
          strategies=_PP),
     Rule("H72", ("pipe_schedule", "torch_compile"), "args",
          "ScheduleDualPipeV cannot be compiled.", _compiled_schedule("DualPipeV"),
+         strategies=_PP),
+    Rule("H129", ("pipe_schedule", "gradient_checkpointing_policy"), "args",
+         "Selective recomputation does not go with a zero-bubble schedule.", _selective_schedule,
          strategies=_PP),
     Rule("24", ("activation_memory_budget", "torch_compile"), "args",
          "activation_memory_budget needs torch_compile.", _budget_needs_compile),
