@@ -209,21 +209,26 @@ def _compiled_schedule(name: str) -> Check:
     return check
 
 
-def unselectable(facts: ScheduleFacts, args: Any) -> str | None:
-    """Why a schedule and selective recomputation do not go together."""
-    selects = args.gradient_checkpointing and args.gradient_checkpointing_policy == "selective"
-    if not (selects and facts.is_zero_bubble):
+def misrecomputed(facts: ScheduleFacts, args: Any) -> str | None:
+    """Why a schedule and a way of recomputing do not go together."""
+    given = args.gradient_checkpointing_kwargs or {}
+    if not (args.gradient_checkpointing and facts.is_zero_bubble):
+        return None
+    if args.gradient_checkpointing_policy == "selective":
+        way = "gradient_checkpointing_policy='selective'"
+    elif given.get("use_reentrant"):
+        way = "gradient_checkpointing_kwargs: use_reentrant=True"
+    else:
         return None
     return (
-        f"gradient_checkpointing_policy='selective' does not work with pipe_schedule {facts.name}, "
-        "which makes the gradients of inputs and weights apart and so recomputes twice; use "
-        "'block', or Interleaved1F1B"
+        f"{way} does not work with pipe_schedule {facts.name}, which makes the gradients of inputs "
+        "and weights apart; leave it out, or use Interleaved1F1B"
     )
 
 
-def _selective_schedule(args: Any) -> str | None:
+def _recomputing_schedule(args: Any) -> str | None:
     facts = _named_schedule(args)
-    return unselectable(facts, args) if facts else None
+    return misrecomputed(facts, args) if facts else None
 
 
 def set_by_hand(args: Any) -> bool:
@@ -404,9 +409,10 @@ RULES: list[Rule] = [
     Rule("H72", ("pipe_schedule", "torch_compile"), "args",
          "ScheduleDualPipeV cannot be compiled.", _compiled_schedule("DualPipeV"),
          strategies=_PP),
-    Rule("H129", ("pipe_schedule", "gradient_checkpointing_policy"), "args",
-         "Selective recomputation does not go with a zero-bubble schedule.", _selective_schedule,
-         strategies=_PP),
+    Rule("H129", ("pipe_schedule", "gradient_checkpointing_policy",
+                  "gradient_checkpointing_kwargs"), "args",
+         "Selective and reentrant recomputation do not go with a zero-bubble schedule.",
+         _recomputing_schedule, strategies=_PP),
     Rule("24", ("activation_memory_budget", "torch_compile"), "args",
          "activation_memory_budget needs torch_compile.", _budget_needs_compile),
     Rule("27", ("load_best_model_at_end", "save_strategy", "eval_strategy", "eval_on_save"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headway.config.pipe_schedules import ScheduleFacts
-from headway.config.rules_pairs import misfit, set_by_hand, uncompilable, unselectable
+from headway.config.rules_pairs import misfit, misrecomputed, set_by_hand, uncompilable
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def resolve_layout(
             "headway train --nproc 2, or use Trainer"
         )
     problems = [misfit(facts, args), uncompilable(facts, bool(args.torch_compile))]
-    problems.append(unselectable(facts, args))
+    problems.append(misrecomputed(facts, args))
     size = args.pipeline_size or world_size
     if world_size % size:
         problems.append(
