@@ -9,7 +9,6 @@ from torch import nn
 from headway import Trainer, TrainerCallback, TrainingArguments
 from headway.testing import tiny_dataset, tiny_decoder, tiny_llama
 
-
 TOKEN = {"input_ids": [7], "labels": [7]}
 
 

@@ -251,6 +251,7 @@ class _Supervisor:
         self._ended: set[int] = set()
         self._lost: list[str] = []
         self._first_bad_end: tuple[int, float] | None = None
+        self._left_behind: list[ProcessIdentity] = []
 
     def run(self) -> int:
         with self._taking_signals():
@@ -324,12 +325,17 @@ class _Supervisor:
         bad = [end for end in ends if end.code not in (0, 130, 143)]
         if not bad:
             return
+        running = read_running(self._folder)
         if self._first_bad_end is None or self._first_bad_end[0] != bad[0].attempt:
             self._first_bad_end = (bad[0].attempt, time.monotonic())
+            self._left_behind = [
+                process for (number, _), process in running.items() if number == bad[0].attempt
+            ]
         since_s = time.monotonic() - self._first_bad_end[1]
-        # torchrun waits half a minute before it ends a rank that does not react.
-        for (number, _), process in read_running(self._folder).items():
-            if number == bad[0].attempt:
+        # torchrun waits half a minute before it ends a rank that does not react. Not those that
+        # came later: with another number of machines ranks start again as the same attempt.
+        for process in self._left_behind:
+            if process in running.values():
                 limit_s = _STOPPED_LIMIT_S if look_at(process) == "stopped" else _OTHERS_LIMIT_S
                 if since_s > limit_s:
                     self._ended.add(process.pid)
