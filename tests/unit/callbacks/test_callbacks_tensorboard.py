@@ -16,6 +16,8 @@ import numpy
 import pytest
 
 from headway.callbacks.log import event_file
+from headway.callbacks.log.json_logger import JsonLogger
+from headway.callbacks.log.json_reader import read_json_log
 from headway.callbacks.log.summary_writer import ResumableSummaryWriter
 from headway.callbacks.log.tb_logger import TBLogger, default_tb_scalars
 from headway.engine.events import TrainerCallback
@@ -379,6 +381,21 @@ class TestLogger:
             trainer = _run(tmp_path, [TBLogger(tmp_path / "tb")], 2)
         assert trainer.state.global_step == 2
         assert "TBLogger" in caplog.text
+
+
+class LogsAtOnce(TrainerCallback):
+    priority = 1  # before the loggers hear of the start
+
+    def on_train_begin(self, trainer) -> None:
+        trainer.log({"size": 3.0})
+
+
+def test_what_is_logged_while_a_run_begins_is_written(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path, [LogsAtOnce(), TBLogger(), JsonLogger()], max_steps=1)
+    trainer.train()
+    assert trainer.bus.disabled == {}
+    records = read_json_log(tmp_path / "out" / "trainer_logs.jsonl")
+    assert [r["global_step"] for r in records if "size" in r] == [0]
 
 
 def test_a_burst_of_values_loses_none(tmp_path, monkeypatch):

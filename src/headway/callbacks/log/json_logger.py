@@ -46,7 +46,7 @@ class JsonLogger(TrainerCallback):
         self._logged: tuple[int, dict[str, Any]] = (-1, {})
         self._failed, self._num_lost = False, 0
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._start_step = state.global_step
         self._started = {"epoch": state.epoch, "timestamp": time.time()}
         self._active = state.is_world_process_zero

@@ -88,7 +88,7 @@ class MetricSaverCallback(TrainerCallback):
         """The newest value of each metric."""
         return dict(self._metrics)
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._began = self.enabled and state.is_world_process_zero
         self._start_step = state.global_step
         self._epochs.clear()

@@ -140,17 +140,16 @@ class TBLogger(TrainerCallback):
         if isinstance(self.summary_writer, ResumableSummaryWriter) and not self._is_shared:
             self.summary_writer.rewind(step)
 
-    def on_train_begin(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any,
-        trainer: Any,
+    def on_init_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, trainer: Any
     ) -> None:
         self._settle_writer(args, state, trainer)
         if state.global_step == 0:
             self._written, self._told = {}, False
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any
+    ) -> None:
         if not state.is_world_process_zero or self._told:
             return
         self._told = True
