@@ -243,6 +243,14 @@ def test_priority_then_order_of_registration(tmp_path):
     assert calls == ["b", "a", "c", "d"]
 
 
+def test_a_priority_is_a_number(tmp_path):
+    class High(TrainerCallback):
+        priority = "high"
+
+    with pytest.raises(ConfigError, match="'High': priority: 'high' given"):
+        tiny_trainer(tmp_path, [High()])
+
+
 def test_handlers_may_name_a_subset(tmp_path):
     seen = {}
 

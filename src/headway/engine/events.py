@@ -256,6 +256,12 @@ class EventBus:
             raise ConfigError(
                 f"callback {wanted!r}: " + unknown("failure_policy", policy, FAILURE_POLICIES)
             )
+        priority = getattr(callback, "priority", 0)
+        if not isinstance(priority, int | float):
+            raise ConfigError(
+                f"callback {wanted!r}: priority: {priority!r} given; allowed: a number, higher "
+                "runs first"
+            )
         for known, registered in self._callbacks:
             if registered is callback:
                 raise ConfigError(
