@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from headway.callbacks import GAPMonitorCallback
+from headway.callbacks import FreezeCallback, GAPMonitorCallback
 from headway.engine.events import TrainerCallback
 from headway.engine.state import TrainerState
 from headway.errors import ConfigError
@@ -202,6 +203,17 @@ def test_outputs_without_statistics_are_left_out(tmp_path: Path) -> None:
     grads = {n.split("/")[2] for n in seen if n.startswith("gap/grads")}
     assert grads == {"embed.weight", "head.weight", "head.bias"}
     assert not any("once" in name for name in seen)
+
+
+def test_what_has_no_gradient_in_a_step_has_no_figures_in_it(tmp_path: Path) -> None:
+    sink = Sink()
+    freeze = FreezeCallback(patterns=["layers.0.mlp"], since=1, until=2)
+    gap = GAPMonitorCallback(include="*.mlp.up_proj.weight")
+    tiny_trainer(tmp_path, [sink, freeze, gap], num_samples=16, max_steps=3).train()
+    names = {f"gap/grads/{WEIGHT}/{figure}" for figure in ("max", "mean", "var")}
+    assert [len(names & sink.metrics[step].keys()) for step in (1, 2, 3)] == [3, 0, 3]
+    figures = [value for metrics in sink.metrics.values() for value in metrics.values()]
+    assert all(map(math.isfinite, figures))
 
 
 def test_patterns_choose_names_and_training_is_the_same(tmp_path: Path) -> None:

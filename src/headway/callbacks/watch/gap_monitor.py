@@ -18,6 +18,7 @@ from headway.callbacks.watch.statistics import (
     PARAMS,
     Entry,
     StatisticsTable,
+    drop_unseen,
     look_at_elements,
     scaled,
 )
@@ -48,6 +49,7 @@ class GAPMonitorCallback(TrainerCallback):
     each dimension.
     """
 
+    priority = 10  # what it takes out of the metrics is out before sinks read them
     failure_policy = "disable"
 
     def __init__(
@@ -184,6 +186,11 @@ class GAPMonitorCallback(TrainerCallback):
                 trainer.record_metric(name, value, namespace="gap")
         except Exception as raised:
             self._failure = raised  # told where the other ranks can hear of it
+
+    def on_metrics(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: dict[str, float]
+    ) -> None:
+        drop_unseen(metrics, "gap/")
 
     def on_close(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._hooks.detach()

@@ -147,13 +147,23 @@ class StatisticsTable:
         by_element = by_element.to(sums.device, non_blocking=True)
         spread = (second - count * mean * mean).clamp_min(0) / (count - 1)
         var = torch.where(by_element, spread, second / count)
-        largest = torch.where(count > 0, largest, torch.nan)
         rows = zip(largest.unbind(), mean.unbind(), var.unbind())
         return {
             f"{kind}/{name}/{figure}": value
             for (kind, name), values in zip(self._slots, rows)
             for figure, value in zip(FIGURES, values)
         }
+
+
+def drop_unseen(metrics: dict[str, float], prefix: str) -> None:
+    """Take out what was nowhere looked at in a step, as the gradient of a frozen parameter: the
+    largest of no absolute values is below zero."""
+    unseen = [
+        n for n, v in metrics.items() if v < 0 and n.startswith(prefix) and n.endswith("/max")
+    ]
+    for name in unseen:
+        for figure in FIGURES:
+            metrics.pop(name.removesuffix("max") + figure, None)
 
 
 def _wide(values: Tensor) -> Tensor:
