@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from headway import ConfigError
+from headway import ConfigError, Trainer, TrainingArguments
 from headway.data import count_targets
 from headway.strategies.objective import Objective
 from headway.testing import tiny_decoder, tiny_llama
@@ -264,6 +264,37 @@ def test_a_label_in_the_first_place_alone_counts(labels):
     """A class for each sample, and no next token."""
     labels = torch.tensor(labels)
     assert count_targets({"x": torch.zeros(3, 4), "labels": labels}) == 3
+
+
+@pytest.mark.parametrize("labels", [[[5]], [[5, -100, -100]]])
+def test_the_first_token_of_a_row_is_no_target_also_where_no_other_is(labels):
+    labels = torch.tensor(labels)
+    assert count_targets({"input_ids": labels.clamp(min=0), "labels": labels}) == 0
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_decoder])
+def test_a_text_of_one_token_is_nothing_beside_the_others(tmp_path, make):
+    rows = [{"input_ids": ids} for ids in ([5], [1, 2, 3, 4], [9], [7, 8, 9])]
+    torch.manual_seed(0)
+    model = make()
+    with torch.no_grad():
+        sums = [
+            model(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+            for ids in (torch.tensor([row["input_ids"]]) for row in (rows[1], rows[3]))
+        ]
+    trainer = Trainer(
+        args=TrainingArguments(
+            output_dir=str(tmp_path), max_steps=1, logging_steps=1, save_strategy="no", seed=0,
+            per_device_train_batch_size=1, per_device_eval_batch_size=1,
+            gradient_accumulation_steps=4, learning_rate=0.0, use_cpu=True,
+        ),
+        model=model,
+        train_dataset=rows,
+        eval_dataset=rows,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(sum(sums) / 5, rel=1e-5)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(sum(sums) / 5, rel=1e-5)
 
 
 class Unreduced(Tiny):
