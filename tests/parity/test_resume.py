@@ -87,6 +87,35 @@ def test_resume_with_loader_workers(tmp_path):
     assert before.losses + after.losses == all_of_it.losses
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(tiny_dataset(18, sequence_length=12))
+
+
+def train_on_stream(folder, workers, **arguments):
+    trainer = Trainer(
+        args=TrainingArguments(
+            output_dir=str(folder), per_device_train_batch_size=2, max_steps=12, seed=11,
+            dataloader_num_workers=workers, learning_rate=1e-2, use_cpu=True, **arguments,
+        ),
+        model_init=lambda: tiny_decoder(dropout=0.2),
+        train_dataset=Stream(),
+        eval_dataset=Stream(),
+        default_callbacks=False,
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def test_a_stream_read_by_a_worker_takes_no_random_numbers_from_training(tmp_path):
+    """Neither where it is opened again after a resume, nor for an evaluation."""
+    whole = train_on_stream(tmp_path / "whole", 0, save_strategy="no")
+    train_on_stream(tmp_path / "parts", 1, stop_at=4)
+    assert_equal_states(train_on_stream(tmp_path / "parts", 1), whole)
+    evaluated = {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 3}
+    assert_equal_states(train_on_stream(tmp_path / "evaluated", 1, **evaluated), whole)
+
+
 def test_a_drawn_seed_is_kept(tmp_path):
     first, before = train(tmp_path, save_strategy="steps", stop_at=3)
     arguments = TrainingArguments(

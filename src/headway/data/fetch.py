@@ -209,11 +209,19 @@ class WorkerPool:
     def run(self, requests: Iterable[Request]) -> Iterator[Loaded]:
         """The micro-batches of the requests, in order."""
         self._requests.pending = requests
-        # DataLoader draws its base seed from the global generator; ours must not notice.
-        state = torch.default_generator.get_state()
-        results = iter(self._loader)
+        return iterate(self._loader)
+
+
+def iterate(loader: Iterable[Any]) -> Iterator[Any]:
+    """`iter` of a loader, for which a DataLoader draws a seed: training's generator stays as it is.
+
+    Where a run resumes, a loader is opened once more than in a run that was never stopped.
+    """
+    state = torch.default_generator.get_state()
+    try:
+        return iter(loader)
+    finally:
         torch.default_generator.set_state(state)
-        return results
 
 
 def outlive_signals(worker: int) -> None:

@@ -23,6 +23,7 @@ from headway.data.counting import count_samples, count_targets, count_tokens
 from headway.data.dealing import Deal
 from headway.data.fetch import (
     Collator,
+    iterate,
     keep,
     outlive_signals,
     preserve_global_randomness,
@@ -179,7 +180,7 @@ class SampleStream:
             with_state=self.has_state and self._in_worker,
             seeds=None if self.has_state else (seed, self._epoch),
         )
-        self._chunks = iter(reader) if not self._in_worker else iter(self._worker(reader))
+        self._chunks = iterate(self._worker(reader) if self._in_worker else reader)
 
     def read(self) -> Chunk | None:
         """The next micro-batch of each rank, or None at the end."""
@@ -253,7 +254,7 @@ class BatchStream:
         if stored is not None:
             _warn_shuffle_buffer(getattr(self.dataset, "dataset", None))
             self.dataset.load_state_dict(decode(stored))
-            self._batches = iter(self.dataset)
+            self._batches = iterate(self.dataset)
             return
         if self.has_state and not self._num_batches:
             self._batches = iter(self.dataset)

@@ -218,6 +218,16 @@ def put_back_randomness(states: dict[str, Any]) -> None:
 
 
 @contextmanager
+def preserved_randomness() -> Iterator[None]:
+    """Whatever is drawn inside, every global generator is afterwards as it was."""
+    states = take_randomness()
+    try:
+        yield
+    finally:
+        put_back_randomness(states)
+
+
+@contextmanager
 def uninterrupted() -> Iterator[None]:
     """Let Ctrl-C wait for the end: half a restoration is none."""
     if threading.current_thread() is not threading.main_thread():

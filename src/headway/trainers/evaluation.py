@@ -15,7 +15,7 @@ from headway.dist.agreement import exchange
 from headway.dist.failure import guard_run
 from headway.engine.evaluate import EvalResult, evaluation_mode, run_evaluation
 from headway.errors import ConfigError
-from headway.optim.preserved import put_back_randomness, take_randomness
+from headway.optim.preserved import preserved_randomness
 from headway.strategies.torch_settings import torch_settings
 from headway.trainers.outputs import PredictionOutput, gather_batches, join_batches
 from headway.trainers.own_metrics import ComputeMetrics, PreprocessLogits, compute_own_metrics
@@ -78,11 +78,7 @@ class Evaluation:
         The results are logged under `prefix`; they decide nothing, so `on_evaluate` does not fire.
         """
         assert self._eval_loader is not None, "the run evaluates"
-        randomness = take_randomness()
-        try:
-            result = self._run_pass(self._eval_loader, "", prefix, False)
-        finally:
-            put_back_randomness(randomness)
+        result = self._run_pass(self._eval_loader, "", prefix, False)
         assert result is not None, "nobody asks it to end"
         self.log(dict(result.metrics))
         return result.metrics
@@ -130,7 +126,8 @@ class Evaluation:
         # Handlers of the event may save: by then the model has its own weights again.
         weights = self.evaluation_weights() if event == "on_evaluate" else nullcontext()
         with evaluation_mode(self.model):
-            with weights:
+            # A model, or a loader that is opened, may draw: training goes on as if it had not.
+            with weights, preserved_randomness():
                 result = run_evaluation(
                     self.strategy,
                     self._objective,

@@ -165,6 +165,20 @@ def test_an_evaluation_leaves_every_module_in_its_mode(tmp_path):
     assert modes == [(True, False, True)] * 3
 
 
+class Noisy(Two):
+    """Draws random numbers whatever its mode."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return super().forward(x + torch.randn_like(x))
+
+
+def test_an_evaluation_takes_no_random_numbers_from_training(tmp_path):
+    plain, evaluated = Noisy(), Noisy()
+    make(tmp_path / "a", plain).train()
+    make(tmp_path / "b", evaluated, eval_strategy="steps", eval_steps=1).train()
+    assert all(map(torch.equal, weights(plain), weights(evaluated)))
+
+
 def test_a_window_that_was_edited_is_counted_anew(tmp_path):
     class Mask(TrainerCallback):
         """Of each row only the last two tokens are to be learnt."""

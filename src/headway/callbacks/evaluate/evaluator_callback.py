@@ -197,7 +197,7 @@ class EvaluatorCallback(TrainerCallback):
         ended early, by a signal or the like: then nothing is recorded.
         """
         from headway.engine.evaluate import evaluation_mode
-        from headway.optim.preserved import put_back_randomness, take_randomness
+        from headway.optim.preserved import preserved_randomness
 
         trainer = self.trainer
         if trainer is None:
@@ -208,12 +208,8 @@ class EvaluatorCallback(TrainerCallback):
         strategy, state = trainer.strategy, trainer.state
         if strategy.before_save is not None:
             strategy.before_save()  # ranks may have grown apart
-        randomness = take_randomness()
-        try:
-            with evaluation_mode(trainer.model):
-                results = self._run_all(strategy, state)
-        finally:
-            put_back_randomness(randomness)
+        with preserved_randomness(), evaluation_mode(trainer.model):
+            results = self._run_all(strategy, state)
         done = {title for title, result in (results or {}).items() if result.metrics is not None}
         self._silent = {e.name for e in self.evaluators if e.title not in done}
         if results is None:
