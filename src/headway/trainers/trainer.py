@@ -272,7 +272,7 @@ class Trainer(
         return loader
 
     def _prepare_optimizer(self, plan: RunPlan) -> None:
-        assert self.model is not None
+        assert self.model is not None and self.strategy is not None
         self.optimizer = build_optimizer(
             self.model,
             self.args,
@@ -280,7 +280,6 @@ class Trainer(
             cls_and_kwargs=self._optimizer_cls_and_kwargs,
             groups=self._optimizer_groups,
         )
-        assert self.strategy is not None
         if self.strategy.adopt is not None:
             self.strategy.adopt(self.optimizer)
         if self._lr_scheduler_factory is not None:
@@ -407,7 +406,8 @@ class Trainer(
             raise
         finally:
             saver.close()
-            loader.close()
+            for each in filter(None, (loader, self._eval_loader)):
+                each.close()
         self.state.outcome = loop.outcome
         return self._finish(loop, saver, start)
 

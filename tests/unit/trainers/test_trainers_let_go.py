@@ -1,15 +1,16 @@
 """A trainer that is dropped gives its memory back: the next run of the process may need it."""
 
 import gc
+import multiprocessing
 import weakref
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from headway import TrainerCallback
+from headway import Trainer, TrainerCallback, TrainingArguments
 from headway.strategies.offload import ActivationOffload, HostLane
-from headway.testing import tiny_decoder
+from headway.testing import tiny_dataset, tiny_decoder
 from headway.testing.trainer import tiny_trainer
 from headway.trainers import preparation
 
@@ -154,3 +155,20 @@ def test_a_model_that_is_kept_is_free_of_its_trainers(tmp_path):
     own_backward()
     assert optimizer() is None
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_workers_that_stay_between_evaluations_end_with_the_run(tmp_path):
+    data = tiny_dataset(8, sequence_length=8)
+    before = set(multiprocessing.active_children())
+    trainer = Trainer(
+        args=TrainingArguments(
+            output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, use_cpu=True,
+            eval_strategy="steps", eval_steps=1, save_strategy="no",
+            dataloader_num_workers=1, dataloader_persistent_workers=True,
+        ),
+        model=tiny_decoder(),
+        train_dataset=data,
+        eval_dataset=data,
+    )  # fmt: skip
+    trainer.train()
+    assert set(multiprocessing.active_children()) == before
