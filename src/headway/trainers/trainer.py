@@ -406,7 +406,7 @@ class Trainer(
             raise
         finally:
             saver.close()
-            for each in filter(None, (loader, self._eval_loader)):
+            for each in [e for e in (loader, self._eval_loader) if e is not None]:
                 each.close()
         self.state.outcome = loop.outcome
         return self._finish(loop, saver, start)
