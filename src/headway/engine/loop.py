@@ -142,7 +142,9 @@ class TrainingLoop:
         control = self.parts.bus.control
         wanted = _STOP * control.should_training_stop | _ABORT * control.should_abort_without_save
         wanted |= self._outside_bits() | self._length_bits(time.monotonic())
-        self._note_stops(self.parts.strategy.agree(wanted))
+        agreed = self.parts.strategy.agree(wanted)
+        self._note_stops(agreed)
+        self._done = bool(agreed & _DONE)  # the end of a stream may have been that of the run
         return self.stopped
 
     def _save_at_start(self) -> None:

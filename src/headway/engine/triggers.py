@@ -119,6 +119,10 @@ class Length:
         self._stop_at = stop_at
         self._stop_by_s: float | None = None
 
+    def change(self, max_steps: int) -> None:
+        """Have the budget be so many steps, and nothing else."""
+        self.max_steps, self._train_for = max_steps, None
+
     def stop_by(self, moment_s: float | None) -> None:
         """End this process at a moment of the monotonic clock, as `stop_at` does after a time."""
         self._stop_by_s = moment_s

@@ -5,6 +5,7 @@ Owns the arithmetic between samples, micro-batches, optimizer steps, epochs and 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +14,12 @@ from typing import Any
 from headway.args import TrainingArguments
 from headway.config.batch import derive_accumulation
 from headway.config.duration import Duration
+from headway.config.rules import default_of
 from headway.data.loader import WindowLoader
 from headway.engine.state import TrainerState
 from headway.engine.triggers import Length, Trigger
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -40,7 +44,8 @@ class RunPlan:
 
     def change_length(self, max_steps: int, loader: WindowLoader) -> None:
         """Have the run end after other steps than planned; only where it counts steps."""
-        self.max_steps = self.expected_steps = self.length.max_steps = max_steps
+        self.max_steps = self.expected_steps = max_steps
+        self.length.change(max_steps)
         self.epochs = None
         if self.expected_tokens is not None and self.tokens_per_step is not None:
             self.expected_tokens = _count_tokens(
@@ -125,6 +130,16 @@ def plan_run(
     stop_at = Duration.parse(args.stop_at) if args.stop_at is not None else None
     epochs = _epochs(args, train_for)
     max_steps = _max_steps(args, train_for, epochs, steps_per_epoch, loader, done)
+    if epochs is not None and not has_length(loader.dataset):
+        train_for = Duration.epochs(epochs)  # nobody knows when that is
+        if args.epoch_train_steps == default_of(args, "epoch_train_steps"):
+            logger.warning(
+                "train_dataset does not tell its length: epoch_train_steps=%d is taken for it, by "
+                "the learning-rate schedule too. Set max_steps, or epoch_train_steps",
+                args.epoch_train_steps,
+            )
+    elif max_steps is not None:
+        train_for = None
     expected, tokens = max_steps, None
     step_tokens = _step_tokens(args, loader, world_size)
     if train_for is not None and train_for.unit == "tokens":
@@ -137,7 +152,7 @@ def plan_run(
         steps_per_epoch=steps_per_epoch,
         max_steps=max_steps,
         expected_steps=expected,
-        length=Length(max_steps, train_for if max_steps is None else None, stop_at),
+        length=Length(max_steps, train_for, stop_at),
         log_trigger=_trigger(
             args.logging_strategy,
             args.logging_steps,

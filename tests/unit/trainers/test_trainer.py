@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 
@@ -406,6 +407,39 @@ def test_iterable_data_without_length(tmp_path):
     )  # fmt: skip
     trainer.train()
     assert trainer.state.epoch == 1.5, "epochs count optimizer steps, not micro-batches"
+
+
+class Unsized(torch.utils.data.IterableDataset):
+    """Five batches of two."""
+
+    def __iter__(self):
+        return iter(tiny_dataset(10, sequence_length=8))
+
+
+@pytest.mark.parametrize(
+    "length", [{"num_train_epochs": 2}, {"train_for": "2 epochs"}, {"num_train_epochs": 1.5}]
+)
+def test_epochs_of_a_stream_are_passes_over_it_although_nobody_knows_their_length(
+    tmp_path, caplog, length
+):
+    def make(**options):
+        return Trainer(
+            args=TrainingArguments(
+                output_dir=str(tmp_path), per_device_train_batch_size=2, use_cpu=True, **options
+            ),
+            model_init=tiny_decoder, train_dataset=Unsized(), default_callbacks=False,
+        )  # fmt: skip
+
+    with caplog.at_level(logging.WARNING):
+        make(stop_at=3, **length).train()
+    assert "train_dataset does not tell its length: epoch_train_steps=100000" in caplog.text
+    trainer = make(**length)
+    trainer.train()
+    assert (trainer.state.global_step, trainer.state.epoch) == (10, 2.0)
+    assert trainer.state.outcome == "completed"
+    trainer = make(max_steps=12)
+    trainer.train()
+    assert trainer.state.global_step == 12, "steps are steps"
 
 
 def test_ready_dataloader_is_used_as_it_is(tmp_path):
