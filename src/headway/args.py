@@ -54,7 +54,7 @@ class MinimalTrainingArguments(Arguments):
     stop_at: str | int | None = None
     """End this run early at a duration; schedules still aim at the full length."""
     epoch_train_steps: int = 100_000
-    """Optimizer steps taken as one epoch when the dataset has no length, and does not end sooner."""
+    """Optimizer steps taken as one epoch when the data has no length, and does not end sooner."""
 
     per_device_train_batch_size: int = 16
     """Samples in one training micro-batch on each device."""
