@@ -51,7 +51,9 @@ def hf_config_of(model: nn.Module) -> dict[str, Any] | None:
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         return to_hf_config(model.config, dtype=dtype)
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
-    if to_dict is None or not hasattr(model, "config_class"):
+    # Asked of the class: a wrapper, such as PEFT's, has the configuration of the model inside, but
+    # other names of tensors, with which `from_pretrained` would leave that one's weights random.
+    if to_dict is None or not hasattr(type(model), "config_class"):
         return None
     config: dict[str, Any] = json.loads(json.dumps(to_dict(), default=str))
     # Sharding puts a class of torch's before the model's own.
@@ -170,7 +172,8 @@ def save_pretrained(
 ) -> None:
     """Write a folder that transformers' `from_pretrained` reads, tied weights stored once.
 
-    A module without a Hugging Face configuration gets the weight files alone.
+    A module without a Hugging Face configuration gets the weight files alone, a model of PEFT what
+    PEFT writes of it: its adapters.
     """
     from safetensors.torch import save_file
 
@@ -178,7 +181,12 @@ def save_pretrained(
         raise ConfigError(f"max_shard_bytes={max_shard_bytes}: a number above 0 is needed")
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
     config = hf_config_of(model)
+    if config is None and hasattr(model, "peft_config"):
+        model.save_pretrained(str(folder))  # type: ignore[operator]
+        return
     if config is not None:
         _write_json(folder / "config.json", config)
         own = generation_config_of(model)
@@ -198,8 +206,6 @@ def save_pretrained(
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(folder / WEIGHTS_INDEX, index)
     _remove_stale_weights(folder, set(weight_map.values()))
-    if tokenizer is not None:
-        tokenizer.save_pretrained(str(folder))
 
 
 def generation_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:

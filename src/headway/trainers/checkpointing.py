@@ -115,7 +115,7 @@ class Checkpointing:
         if self.strategy.before_save is not None:
             self.strategy.before_save()
         target = Path(output_dir or self.args.output_dir)
-        existing = sorted(target.glob("model*.safetensors")) if target.is_dir() else []
+        existing = sorted(target.glob("*model*.safetensors")) if target.is_dir() else []
         if existing and not overwrite_output_dir:
             raise ConfigError(
                 f"save_model: {target} already holds {existing[0].name}; choose another folder or "
