@@ -47,6 +47,7 @@ def examine(run_config: RunConfig) -> dict[str, Any]:
     from headway.data.loader import WindowLoader
     from headway.optim.build import build_scheduler
     from headway.trainers import from_config
+    from headway.trainers.collation import choose_collator
     from headway.trainers.plan import accumulation_steps, has_length, plan_run, sample_length
     from headway.trainers.registration import TrialRegistration
 
@@ -57,8 +58,9 @@ def examine(run_config: RunConfig) -> dict[str, Any]:
     TrialRegistration(
         args, processing_class=tokenizer, train_dataset=train, eval_dataset=held_out
     ).register(from_config.build_callbacks(run_config))
-    collator = from_config.build_collator(run_config, tokenizer)
+    given = from_config.build_collator(run_config, tokenizer)
     model, not_meta = from_config.build_model_to_look_at(run_config)
+    collator = choose_collator(given, tokenizer, model)
     accumulation = accumulation_steps(args, 1, train)
     loader = WindowLoader(
         train,

@@ -30,8 +30,9 @@ class PadCollator:
 
     `input_ids` is padded with `pad_token_id`, `labels` with `label_pad`, `attention_mask` with 0
     (made if padding was needed and none was given), `document_ids` with -1, `position_ids` with 0.
-    Without `labels`, and with `causal_labels`, they are a copy of the ids, padding excepted. Where
-    a `loss_mask` is 0, labels become `label_pad`.
+    Without `labels`, and with `causal_labels`, they are a copy of the ids, padding excepted; with
+    `causal_labels` off they are what a sample has as `label` or `label_ids`. Where a `loss_mask` is
+    0, labels become `label_pad`.
     Longer samples are cut to `max_length`.
     """
 
@@ -116,6 +117,9 @@ class PadCollator:
                 labels[documents < 0] = self.label_pad
                 labels[:, 1:][documents[:, 1:] != documents[:, :-1]] = self.label_pad
             batch["labels"] = labels
+        named = next((key for key in ("label", "label_ids") if key in batch), None)
+        if not self.causal_labels and named is not None and "labels" not in batch:
+            batch["labels"] = batch.pop(named)
         mask, labels = batch.get("loss_mask"), batch.get("labels")
         if mask is not None and labels is not None and mask.shape == labels.shape:
             batch["labels"] = labels.masked_fill(mask == 0, self.label_pad)

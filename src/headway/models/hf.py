@@ -72,6 +72,13 @@ def generation_config_of(model: nn.Module) -> dict[str, Any] | None:
     return found
 
 
+def predicts_next_token(model: nn.Module) -> bool:
+    """Whether the inputs of a model are its labels too; what does not tell is taken for such."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    return getattr(model, "loss_type", None) in (None, "ForCausalLM")
+
+
 def other_loss_of(model: nn.Module) -> str | None:
     """The name of a transformers model's loss, where it is not that of causal language models."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):

@@ -24,6 +24,7 @@ from headway.data.loader import WindowLoader
 from headway.data.tokenizer import load_tokenizer
 from headway.errors import ConfigError
 from headway.precision import fp8
+from headway.trainers.collation import ColumnChoice
 from headway.trainers.plan import RunPlan, sample_length
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class GuardedCollator:
 
     def __init__(self, collate: Callable[[list[Any]], Any], model: nn.Module, option: str) -> None:
         self.__wrapped__ = collate
+        self._choose = ColumnChoice(collate, model, option)
         self._vocabulary, self._positions = vocabulary_size(model), longest_sequence(model)
         # An encoder-decoder's labels are another text than its inputs.
         config = getattr(model, "config", None)
@@ -80,7 +82,7 @@ class GuardedCollator:
         self._option = option
 
     def __call__(self, items: list[Any]) -> Any:
-        batch = self.__wrapped__(items)
+        batch = self.__wrapped__(self._choose(items))
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if isinstance(ids, torch.Tensor) and ids.device.type == "cpu":
             problem = self._problem(ids.numpy(), batch.get("labels"))

@@ -59,6 +59,7 @@ from headway.strategies.single import SingleDevice
 from headway.strategies.torch_settings import check_attention, torch_settings
 from headway.trainers.calling import Calling
 from headway.trainers.checkpointing import Checkpointing
+from headway.trainers.collation import choose_collator
 from headway.trainers.evaluation import Evaluation
 from headway.trainers.lr_find import LearningRateFinding
 from headway.trainers.model import flops_per_token
@@ -241,10 +242,10 @@ class Trainer(
     def _loader(self, dataset: Any, option: str, *, training: bool = False) -> WindowLoader:
         """A loader for a dataset that the user gave as `option`, checked against the model."""
         assert self.strategy is not None
-        collate = self.data_collator or _default_collator(self.processing_class)
         args, shard = self.args, self.strategy.data_shard()
         accumulation = accumulation_steps(args, shard.world_size, dataset) if training else 1
         model = self.strategy.unwrap()
+        collate = choose_collator(self.data_collator, self.processing_class, model)
         loader = WindowLoader(
             dataset,
             batch_size=(
@@ -490,10 +491,3 @@ class Trainer(
         self.log(dict(summary))
         loop.parts.strategy.agree(0)  # none goes before all have come: the rest is each rank's own
         return TrainOutput(self.state.global_step, loss, summary, loop.interrupted_by)
-
-
-def _default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
-    from headway.data.collate import PadCollator
-
-    pad = getattr(processing_class, "pad_token_id", None)
-    return PadCollator(pad_token_id=pad if isinstance(pad, int) else 0)

@@ -1,0 +1,62 @@
+"""How samples become batches when a dataset has more columns than the model takes, or no labels.
+
+Owns: which collator a run has, and what one of transformers is handed. Does not own: padding
+(data/collate), checks of batches (preflight).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from headway.data.collate import PadCollator
+from headway.models.hf import predicts_next_token
+
+logger = logging.getLogger(__name__)
+
+Collator = Callable[[list[Any]], Any]
+
+# What transformers' collators use of a sample beside what the model takes.
+_FOR_COLLATORS = {"label", "label_ids", "labels", "offset_mapping", "special_tokens_mask"}
+
+
+def choose_collator(given: Collator | None, processing_class: Any, model: nn.Module) -> Collator:
+    """The collator that was given, or one that pads."""
+    if given is not None:
+        return given
+    pad = getattr(processing_class, "pad_token_id", None)
+    return PadCollator(
+        pad_token_id=pad if isinstance(pad, int) else 0, causal_labels=predicts_next_token(model)
+    )
+
+
+class ColumnChoice:
+    """Takes from samples what the model does not take, before a collator of transformers makes
+    tensors of everything there is, texts included. One of the user's own gets all."""
+
+    def __init__(self, collate: Collator, model: nn.Module, option: str) -> None:
+        taken = set(inspect.signature(model.forward).parameters)
+        is_theirs = type(collate).__module__.startswith("transformers.")
+        self._kept = taken | _FOR_COLLATORS if is_theirs and "input_ids" in taken else None
+        self._model_name, self._option = type(model).__name__, option
+        self._told = False
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        if self._kept is None or not items or not isinstance(items[0], Mapping):
+            return items
+        left_out = [str(name) for name in items[0] if name not in self._kept]
+        if not left_out:
+            return items
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "%s: %s takes no %s: these columns are left out",
+                self._option,
+                self._model_name,
+                ", ".join(left_out),
+            )
+        return [{k: v for k, v in item.items() if k in self._kept} for item in items]

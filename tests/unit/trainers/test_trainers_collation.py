@@ -1,0 +1,120 @@
+"""What a model gets of a dataset's columns, as a program for Hugging Face's Trainer expects it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headway import Trainer, TrainingArguments
+from headway.errors import ConfigError
+
+transformers = pytest.importorskip("transformers")
+datasets = pytest.importorskip("datasets")
+tokenizers = pytest.importorskip("tokenizers")
+
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2, "vocab_size": 32}
+WORDS = ["one", "two", "three", "four", "five"]
+
+
+@pytest.fixture
+def tokenizer():
+    vocabulary = {word: n for n, word in enumerate(["[PAD]", "[UNK]", "[MASK]", *WORDS])}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **special)
+
+
+@pytest.fixture
+def data(tokenizer):
+    texts = [" ".join(WORDS[: 1 + n % 5]) for n in range(16)]
+    columns = {"text": texts, "label": [n % 3 for n in range(16)]}
+    columns["tags"] = [[1] * (1 + n % 3) for n in range(16)]
+    made = datasets.Dataset.from_dict(columns)
+    return made.map(lambda rows: tokenizer(rows["text"]), batched=True)
+
+
+def train(tmp_path, model, data, **given):
+    args = TrainingArguments(
+        output_dir=str(tmp_path / "run"), max_steps=2, use_cpu=True, save_strategy="no", seed=1
+    )
+    trainer = Trainer(model=model, args=args, train_dataset=data, **given)
+    return trainer.train()
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+
+
+def bert(kind, **more):
+    return getattr(transformers, kind)(transformers.BertConfig(**SIZES, **more))
+
+
+def test_their_collators_get_only_columns_that_the_model_takes(tmp_path, tokenizer, data, caplog):
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    assert train(tmp_path, llama(), data, data_collator=collator).global_step == 2
+    told = [record.getMessage() for record in caplog.records]
+    columns = "train_dataset: LlamaForCausalLM takes no text, tags: these columns are left out"
+    assert told.count(columns) == 1
+
+
+def test_a_collator_of_ones_own_gets_all_of_them(tmp_path, data):
+    seen = set()
+
+    def collate(rows):
+        seen.update(*rows)
+        return {
+            "input_ids": torch.ones(len(rows), 2).long(),
+            "labels": torch.ones(len(rows), 2).long(),
+        }
+
+    train(tmp_path, llama(), data, data_collator=collate)
+    assert {"text", "tags", "label", "input_ids"} <= seen
+
+
+def test_a_classifier_is_given_the_column_label(tmp_path, tokenizer, data):
+    torch.manual_seed(0)
+    plain = data.remove_columns(["text", "tags"])
+    padding = transformers.DataCollatorWithPadding(tokenizer)
+    torch.manual_seed(0)
+    theirs = train(
+        tmp_path, bert("BertForSequenceClassification", num_labels=3), plain, data_collator=padding
+    )
+    torch.manual_seed(0)
+    ours = train(
+        tmp_path,
+        bert("BertForSequenceClassification", num_labels=3),
+        plain,
+        processing_class=tokenizer,
+    )
+    assert ours.training_loss == theirs.training_loss
+
+
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForSequenceClassification"])
+def test_inputs_are_no_labels_of_a_model_that_does_not_predict_the_next_token(
+    tmp_path, tokenizer, data, kind
+):
+    plain = data.remove_columns(["text", "tags", "label"])
+    with pytest.raises(ConfigError, match=f"{kind} returns no loss.*add labels"):
+        train(tmp_path, bert(kind), plain, processing_class=tokenizer)
+
+
+def test_nor_of_an_encoder_and_a_decoder(tmp_path, tokenizer, data):
+    config = transformers.T5Config(
+        vocab_size=32,
+        d_model=16,
+        d_kv=8,
+        d_ff=16,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    with pytest.raises(ValueError):
+        train(
+            tmp_path,
+            model,
+            data.remove_columns(["text", "tags", "label"]),
+            processing_class=tokenizer,
+        )
