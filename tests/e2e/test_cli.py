@@ -439,3 +439,18 @@ def test_generate_without_a_temperature_names_its_own_option(
     captured = capsys.readouterr()
     assert "--greedy" in captured.err and "do_sample" not in captured.err
     assert main([*words, "--greedy"]) == 0
+
+
+def test_a_folder_that_is_not_there_is_named_with_its_option(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = "--data.train={class_path: TextDataset, init_args: {files: no, sequence_length: 8}}"
+    assert main(["check", "run.yaml", data]) == 2
+    assert "files: no does not exist" in capsys.readouterr().err
+    assert main(["eval", "out", "--data", "no"]) == 2
+    assert "--data: no does not exist" in capsys.readouterr().err
+
+
+def test_a_closed_stdout_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["explain", "max_steps"]) == 0

@@ -206,7 +206,9 @@ def open_data(
             num_bytes, num_counted = num_bytes + counted[0], num_counted + counted[1]
         return dataset, num_bytes, num_counted
     assert tokenizer is not None, "text is read with a tokenizer"
-    reader = DocumentReader(paths, as_text=not isinstance(tokenizer, ByteTokenizer))
+    reader = DocumentReader(
+        paths, as_text=not isinstance(tokenizer, ByteTokenizer), option="--data"
+    )
     documents = list(reader)
     if reader.damaged_files:
         logger.warning(DAMAGED, len(reader.damaged_files), list_some(reader.damaged_files))

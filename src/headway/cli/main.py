@@ -66,6 +66,9 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as some services start programs
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     with logging_to_stderr(_verbosity(words)):
         try:
             code = _run(words)

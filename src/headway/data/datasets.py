@@ -313,7 +313,7 @@ class TextDataset(_PackedDataset):
         if files is not None:
             paths = [files] if isinstance(files, (str, os.PathLike)) else list(files)
             as_text = not isinstance(self.tokenizer, ByteTokenizer)
-            reader = DocumentReader(paths, include=include, as_text=as_text)
+            reader = DocumentReader(paths, include=include, as_text=as_text, option="files")
             documents.extend(reader)
             for told, met in (
                 ("%d files are not read, as they are no text: %s", reader.skipped_files),

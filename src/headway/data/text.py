@@ -54,6 +54,8 @@ class DocumentReader:
     text_key: str = "text"
     include: str | Sequence[str] | None = None
     as_text: bool = False
+    option: str = "inputs"
+    """What the user calls `inputs`."""
     num_files: int = 0
     num_bytes: int = 0
     skipped_files: list[str] = field(default_factory=list)
@@ -65,10 +67,10 @@ class DocumentReader:
         if self.format is not None and self.format not in FORMATS:
             raise ConfigError(unknown("format", self.format, FORMATS))
         if not self.inputs:
-            raise ConfigError("inputs: no file or folder was given")
+            raise ConfigError(f"{self.option}: no file or folder was given")
         missing = [str(path) for path in self.inputs if not Path(path).exists()]
         if missing:
-            raise ConfigError([f"inputs: {path} does not exist" for path in missing])
+            raise ConfigError([f"{self.option}: {path} does not exist" for path in missing])
 
     def __iter__(self) -> Iterator[Document]:
         for path in self._files():
@@ -114,7 +116,9 @@ class DocumentReader:
                 yield file
         if not found:
             pattern = "" if self.include is None else f" matching {self.include!r}"
-            raise ConfigError(f"inputs: no readable text file{pattern} in {_join(self.inputs)}")
+            raise ConfigError(
+                f"{self.option}: no readable text file{pattern} in {_join(self.inputs)}"
+            )
 
     def _wanted(self, file: Path, root: Path) -> bool:
         if self.include is not None:
