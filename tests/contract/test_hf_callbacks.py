@@ -140,3 +140,21 @@ def test_arguments_offer_what_these_callbacks_read(tmp_path):
     assert args.world_size == 1 and args.process_index == 0 and args.n_gpu == 0
     assert args.parallel_mode is not None and args.report_to in ("none", [], ["none"])
     assert args.do_eval in (True, False)
+
+
+def test_a_best_evaluation_that_was_not_saved_is_told(tmp_path, caplog):
+    losses = [1.0, 5.0, 3.0, 4.0]
+    trainer = tiny_trainer(
+        tmp_path,
+        [Scripted(losses)],
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=3,
+        load_best_model_at_end=True,
+        max_steps=4,
+    )
+    trainer.train()
+    (told,) = [record for record in caplog.records if "load_best_model_at_end" in record.msg]
+    assert told.levelname == "WARNING"
+    assert "step 1 (1)" in told.getMessage() and "checkpoint-3" in told.getMessage()
