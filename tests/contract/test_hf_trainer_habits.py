@@ -118,3 +118,29 @@ def test_a_trainer_may_be_extended(tmp_path):
 def test_our_own_trainers_define_none_of_their_methods():
     for name in ("Trainer", "DDPTrainer", "FSDP2Trainer", "PipelineTrainer", "AccelTrainer"):
         assert getattr(headway, name).uncalled_methods() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("is_world_process_zero", "state.is_world_process_zero"),
+        ("log_metrics", "trainer_logs.jsonl"),
+        ("push_to_hub", "save_model"),
+        ("tokenizer", "processing_class"),
+        ("get_train_dataloader", "train_dataset"),
+    ],
+)
+def test_what_their_trainer_has_and_ours_has_not_says_what_to_use(tmp_path, name, advice):
+    trainer = make(tmp_path)
+    assert not hasattr(trainer, name)
+    with pytest.raises(AttributeError, match=f"'{name}'.*{advice}"):
+        getattr(trainer, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'trian'$"):
+        trainer.trian  # noqa: B018
+
+
+def test_arguments_go_by_name_too():
+    with pytest.raises(
+        TypeError, match=r"TrainingArguments takes its options by name, .*output_dir="
+    ):
+        TrainingArguments("run", learning_rate=1e-3)

@@ -32,8 +32,11 @@ class Arguments:
 
     strategy_name: ClassVar[str] = "single"
 
-    def __new__(cls, *_: Any, **given: Any) -> Self:
-        problems = unknown_keys(given, list(parameters_of(cls)), theirs=HF_OPTIONS)
+    def __new__(cls, *positional: Any, **given: Any) -> Self:
+        parameters = parameters_of(cls)
+        if positional and all(p.kind is p.KEYWORD_ONLY for p in parameters.values()):
+            raise TypeError(f"{cls.__name__} takes its options by name, such as output_dir=...")
+        problems = unknown_keys(given, list(parameters), theirs=HF_OPTIONS)
         if problems:
             raise ConfigError([problem.message for problem in problems])
         return super().__new__(cls)

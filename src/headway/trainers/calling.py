@@ -7,7 +7,7 @@ Hugging Face's Trainer that programs give or override. Does not own: the argumen
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from headway.args import TrainingArguments
 from headway.config.keywords import parameters_of
@@ -21,7 +21,7 @@ _LOSS = "give compute_loss_func(outputs, labels, num_items_in_batch) to the trai
 _STEP = "give a callback with on_window, on_gradients or on_step_end"
 
 _HF_PARAMETERS = {
-    "optimizers": "give optimizer_factory and lr_scheduler_factory, which make them",
+    "optimizers": "give optimizer_factory(param_groups) and lr_scheduler_factory(optimizer)",
     "tokenizer": "use processing_class",
 }
 _HF_METHODS = {
@@ -45,6 +45,22 @@ _HF_METHODS = {
     "prediction_loop": _METRICS,
     "prediction_step": _METRICS,
     "training_step": _STEP,
+}
+_UPLOAD = "nothing is uploaded here, push the folder that save_model() writes"
+_LOGGED = "log records are in trainer_logs.jsonl and state.log_history"
+_HF_ATTRIBUTES = {
+    **_HF_METHODS,
+    "callback_handler": "use callbacks",
+    "create_model_card": _UPLOAD,
+    "hyperparameter_search": "make a trainer for each trial, with an output_dir of its own",
+    "is_local_process_zero": "use state.is_local_process_zero",
+    "is_world_process_zero": "use state.is_world_process_zero",
+    "log_metrics": _LOGGED,
+    "model_wrapped": "use model, or strategy",
+    "push_to_hub": _UPLOAD,
+    "save_metrics": _LOGGED,
+    "save_state": "every checkpoint has the state",
+    "tokenizer": "use processing_class",
 }
 
 
@@ -72,6 +88,16 @@ class Calling:
                 ]
             )
         return super().__new__(cls)
+
+    if not TYPE_CHECKING:  # which would take any attribute for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in _HF_ATTRIBUTES:
+                return super().__getattribute__(name)  # raises what it raised before
+            raise AttributeError(
+                f"{type(self).__name__!r} has no attribute {name!r} (Hugging Face's): "
+                f"{_HF_ATTRIBUTES[name]}"
+            )
 
     def _take_arguments(
         self, given: TrainingArguments | Mapping[str, Any] | None
