@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, distributed
 
+from headway.data.counting import IGNORED_LABEL
 from headway.dist.group import host_group
 from headway.engine.state import TrainerState
 from headway.strategies.base import DataShard
@@ -28,10 +29,13 @@ class TrainOutput(NamedTuple):
 
 
 class PredictionOutput(NamedTuple):
-    """Predictions (logits), labels and metrics of a pass; arrays joined along the batch."""
+    """Predictions (logits), labels and metrics of a pass; arrays joined along the batch.
 
-    predictions: Array | list[Array] | None
-    label_ids: Array | list[Array] | None
+    Rows that are shorter than others end with -100.
+    """
+
+    predictions: Array | None
+    label_ids: Array | None
     metrics: dict[str, float]
 
 
@@ -75,14 +79,22 @@ class RunStart:
         }
 
 
-def join_batches(tensors: list[Tensor]) -> Array | list[Array] | None:
-    """One array when the batches agree in shape; otherwise one per batch."""
+def join_batches(tensors: list[Tensor]) -> Array | None:
+    """One array; batches smaller than others are filled up with -100, as transformers does it."""
     if not tensors:
         return None
     arrays: list[Array] = [t.numpy() for t in tensors]
-    if len({a.shape[1:] for a in arrays}) == 1:
+    shapes = {a.shape[1:] for a in arrays}
+    if len(shapes) == 1:
         return np.concatenate(arrays)
-    return arrays
+    joined = np.full(
+        (sum(map(len, arrays)), *np.max(list(shapes), axis=0)), IGNORED_LABEL, arrays[0].dtype
+    )
+    row = 0
+    for array in arrays:
+        joined[(slice(row, row + len(array)), *map(slice, array.shape[1:]))] = array
+        row += len(array)
+    return joined
 
 
 def gather_batches(

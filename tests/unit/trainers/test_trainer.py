@@ -181,6 +181,14 @@ def test_evaluation_leaves_training_undisturbed(tmp_path):
     assert torch.equal(plain.weights[-1], evaluated.weights[-1])
 
 
+def test_predictions_of_rows_of_several_lengths_are_one_array(tmp_path):
+    rows = [{"input_ids": list(range(1, 3 + n))} for n in range(4)]
+    found = tiny_trainer(tmp_path, per_device_eval_batch_size=1).predict(rows)
+    assert found.predictions.shape[:2] == (4, 5) and found.label_ids.shape == (4, 5)
+    assert found.label_ids[0].tolist() == [1, 2, -100, -100, -100]
+    assert (found.predictions[0, 2:] == -100).all() and (found.predictions[3] != -100).any()
+
+
 def test_predict_returns_logits_and_labels(tmp_path):
     data = tiny_dataset(5, sequence_length=8)
     output = tiny_trainer(tmp_path).predict(data)
