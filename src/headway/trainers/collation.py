@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from headway.data.collate import PadCollator
+from headway.errors import ConfigError
 from headway.models.hf import predicts_next_token
 
 logger = logging.getLogger(__name__)
@@ -39,17 +40,25 @@ class ColumnChoice:
     tensors of everything there is, texts included. One of the user's own gets all."""
 
     def __init__(self, collate: Collator, model: nn.Module, option: str) -> None:
-        taken = set(inspect.signature(model.forward).parameters)
-        is_theirs = type(collate).__module__.startswith("transformers.")
-        self._kept = taken | _FOR_COLLATORS if is_theirs and "input_ids" in taken else None
+        self._taken = set(inspect.signature(model.forward).parameters)
+        self._drops = type(collate).__module__.startswith("transformers.")
+        self._looks = "input_ids" in self._taken and (
+            self._drops or isinstance(collate, PadCollator)
+        )
         self._model_name, self._option = type(model).__name__, option
         self._told = False
 
     def __call__(self, items: list[Any]) -> list[Any]:
-        if self._kept is None or not items or not isinstance(items[0], Mapping):
+        if not self._looks or not items or not isinstance(items[0], Mapping):
             return items
-        left_out = [str(name) for name in items[0] if name not in self._kept]
-        if not left_out:
+        names = [str(name) for name in items[0]]
+        if not self._taken.intersection(names):
+            raise ConfigError(
+                f"{self._option}: the samples have {', '.join(names)}, of which {self._model_name} "
+                f"takes nothing; texts have to become input_ids first, by the tokenizer"
+            )
+        left_out = [name for name in names if name not in self._taken | _FOR_COLLATORS]
+        if not self._drops or not left_out:
             return items
         if not self._told:
             self._told = True
@@ -59,4 +68,4 @@ class ColumnChoice:
                 self._model_name,
                 ", ".join(left_out),
             )
-        return [{k: v for k, v in item.items() if k in self._kept} for item in items]
+        return [{k: v for k, v in item.items() if k not in left_out} for item in items]

@@ -118,3 +118,11 @@ def test_nor_of_an_encoder_and_a_decoder(tmp_path, tokenizer, data):
             data.remove_columns(["text", "tags", "label"]),
             processing_class=tokenizer,
         )
+
+
+def test_texts_that_nobody_has_tokenised_are_told(tmp_path, tokenizer, data):
+    texts = data.select_columns(["text"])
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    for given in ({"data_collator": collator}, {"processing_class": tokenizer}):
+        with pytest.raises(ConfigError, match=r"train_dataset.* text.*LlamaForCausalLM.*input_ids"):
+            train(tmp_path, llama(), texts, **given)
