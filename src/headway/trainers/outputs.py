@@ -13,6 +13,7 @@ from torch import Tensor, distributed
 from headway.data.counting import IGNORED_LABEL
 from headway.dist.group import host_group
 from headway.engine.state import TrainerState
+from headway.errors import ConfigError
 from headway.strategies.base import DataShard
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -83,8 +84,13 @@ def join_batches(tensors: list[Tensor]) -> Array | None:
     """One array; batches smaller than others are filled up with -100, as transformers does it."""
     if not tensors:
         return None
-    arrays: list[Array] = [t.numpy() for t in tensors]
+    arrays: list[Array] = [np.atleast_1d(t.numpy()) for t in tensors]
     shapes = {a.shape[1:] for a in arrays}
+    if len({len(shape) for shape in shapes}) > 1:
+        raise ConfigError(
+            "outputs of evaluation batches cannot be joined: their samples are of the shapes "
+            f"{sorted(shapes)}"
+        )
     if len(shapes) == 1:
         return np.concatenate(arrays)
     joined = np.full(

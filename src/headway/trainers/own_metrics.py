@@ -9,17 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from headway.engine.evaluate import EvalResult
 from headway.errors import ConfigError
-from headway.trainers.outputs import Array
-
-PADDING = -100
-"""Fills what is shorter than the longest batch, as in Hugging Face's Trainer."""
+from headway.trainers.outputs import Array, join_batches
 
 
 class EvalPrediction(NamedTuple):
@@ -37,7 +31,7 @@ def compute_own_metrics(
     compute: ComputeMetrics, result: EvalResult, prefix: str
 ) -> dict[str, float]:
     """What the function makes of a pass, under names with the pass's prefix."""
-    predictions, labels = pad_batches(result.logits), pad_batches(result.labels)
+    predictions, labels = join_batches(result.logits), join_batches(result.labels)
     if predictions is None or labels is None:
         missing = "labels" if labels is None else "logits from the model"
         raise ConfigError(f"compute_metrics: the {prefix} data gave no {missing} to compare")
@@ -54,23 +48,3 @@ def compute_own_metrics(
             ) from None
         metrics[key if key.startswith(f"{prefix}_") else f"{prefix}_{key}"] = number
     return metrics
-
-
-def pad_batches(tensors: list[Tensor]) -> Array | None:
-    """One array of all batches; those with smaller samples are filled up."""
-    if not tensors:
-        return None
-    batches = [torch.atleast_1d(tensor) for tensor in tensors]
-    if len({batch.dim() for batch in batches}) > 1:
-        shapes = sorted({tuple(batch.shape) for batch in batches})
-        raise ConfigError(f"compute_metrics: batches cannot be joined, of shapes {shapes}")
-    sizes = [max(lengths) for lengths in zip(*(batch.shape[1:] for batch in batches))]
-    return np.concatenate([_fill_up(batch, sizes).numpy() for batch in batches])
-
-
-def _fill_up(batch: Tensor, sizes: list[int]) -> Tensor:
-    gaps = [wanted - length for wanted, length in zip(sizes, batch.shape[1:])]
-    if not any(gaps):
-        return batch
-    # `pad` begins with the last dim, and wants what to add before and after.
-    return F.pad(batch, [n for gap in reversed(gaps) for n in (0, gap)], value=PADDING)
