@@ -109,3 +109,41 @@ def test_the_first_steps_gradient_is_equal_to_1e_6(tmp_path):
     for name, gradient in whole.items():
         difference = (gradient - split[name]).norm() / gradient.norm()
         assert difference <= 1e-6, name
+
+
+SMALL = {"vocab_size": 258, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def masked_model():
+    from transformers import BertConfig, BertForMaskedLM
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    return BertForMaskedLM(BertConfig(**SMALL, **shape, num_attention_heads=2))
+
+
+def token_classifier():
+    from transformers import BertConfig, BertForTokenClassification
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    return BertForTokenClassification(
+        BertConfig(**SMALL, **shape, num_attention_heads=2, num_labels=258)
+    )
+
+
+def encoder_decoder():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    shape = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=258, dropout_rate=0.0, decoder_start_token_id=0, **shape)
+    )
+
+
+@pytest.mark.parametrize("make_model", [masked_model, token_classifier, encoder_decoder])
+def test_so_it_is_where_a_model_predicts_every_label_at_its_place(tmp_path, make_model):
+    """The first label of a row is a target there, in micro-batches of rows of several lengths."""
+    whole, whole_weights = run(tmp_path, make_model, 8, 1)
+    split, weights = run(tmp_path, make_model, 1, 8)
+    assert split.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert split.norms == pytest.approx(whole.norms, rel=1e-5)
+    assert torch.allclose(weights, whole_weights, atol=1e-4)

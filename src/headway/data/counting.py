@@ -44,6 +44,15 @@ def count_targets(batch: Any) -> int | torch.Tensor:
     return later_number if of_tokens else later_number or number
 
 
+def count_labels(batch: Any) -> int | torch.Tensor:
+    """Labels other than -100, for a model that predicts each at its place; else samples."""
+    labels = _labels_of(batch)
+    if labels is None or labels.is_floating_point():
+        return count_samples(batch)
+    number = (labels != IGNORED_LABEL).sum()
+    return int(number) if labels.device.type == "cpu" else number
+
+
 def are_beside_inputs(batch: Any, labels: torch.Tensor) -> bool:
     """Whether token labels are those of the inputs, so that a place's target is the next label."""
     return isinstance(batch, Mapping) and labels.dim() >= 2 and "decoder_input_ids" not in batch

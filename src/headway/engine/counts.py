@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from headway.data.counting import count_targets
 from headway.data.loader import Window, WindowTotals
 from headway.strategies.base import Strategy
+from headway.strategies.objective import Objective
 
 
-def count_window(window: Window, strategy: Strategy, *, changed: bool) -> Window | WindowTotals:
-    """The counts over all ranks: those that came with the window, unless it may have `changed`."""
+def count_window(
+    window: Window, strategy: Strategy, objective: Objective, *, changed: bool
+) -> Window | WindowTotals:
+    """The counts over all ranks: those that came with the window, unless it may have `changed`, or
+    the model predicts other labels than those that batches by themselves count."""
+    changed |= not objective.shifts_labels
     if changed:
-        _count_again(window)
+        _count_again(window, objective)
     if window.totals is None:
         return window
     if not changed:
@@ -24,7 +28,7 @@ def count_window(window: Window, strategy: Strategy, *, changed: bool) -> Window
     return WindowTotals(targets, tokens, samples)
 
 
-def _count_again(window: Window) -> None:
+def _count_again(window: Window, objective: Objective) -> None:
     """The targets that its micro-batches have now; those that only stand in count for nothing.
 
     The loss is divided by them. Tokens and samples are those that were read.
@@ -32,5 +36,5 @@ def _count_again(window: Window) -> None:
     real = window.micro_batches[: len(window.micro_batches) - window.num_fillers]
     num_targets: int | torch.Tensor = 0
     for batch in real:
-        num_targets = num_targets + count_targets(batch)
+        num_targets = num_targets + objective.count_targets(batch)
     window.num_target_tokens = num_targets

@@ -46,7 +46,7 @@ class Stepper:
         fire("on_step_begin")
         fire("on_window", window=window)
         changed = self.edits_windows or p.bus.listens("on_window")
-        totals = count_window(window, p.strategy, changed=changed)
+        totals = count_window(window, p.strategy, p.objective, changed=changed)
         if p.bus.control.should_skip_step:
             p.bus.control.should_skip_step = False
             self._leave_out(totals)

@@ -135,7 +135,7 @@ class AccelerateStrategy(RankedStrategy):
         total, last = None, len(window.micro_batches) - 1
         for number, batch in enumerate(window.micro_batches):
             notify("on_forward_backward_begin")
-            own = own_targets(window, number)
+            own = own_targets(window, number, objective)
             with self._reducing(number == last):
                 with self.accelerator.autocast(), self.train_context():
                     loss = objective.loss(model, self._move(batch), num_targets, own)

@@ -141,7 +141,7 @@ class DistributedDataParallelStrategy(RankedStrategy):
             self._rehearse_window(window, objective)
         for number, batch in enumerate(window.micro_batches):
             notify("on_forward_backward_begin")
-            own = own_targets(window, number)
+            own = own_targets(window, number, objective)
             reduces = number == num_batches - 1 and not local
             with nullcontext() if reduces else wrapped.no_sync():
                 with _naming_unused_parameters(self.unwrap()), self.train_context():

@@ -197,7 +197,7 @@ class FullyShardedStrategy(RankedStrategy):
                 is_last = number == count - 1
                 model.set_requires_gradient_sync(is_last)
                 model.set_is_last_backward(is_last)
-            batch, own = self._move(batch), own_targets(window, number)
+            batch, own = self._move(batch), own_targets(window, number, objective)
             with self.train_context():
                 share = objective.loss(model, batch, num_targets, own)
             if number >= count - window.num_fillers:

@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from headway.data.counting import are_beside_inputs, count_targets
+from headway.data.counting import are_beside_inputs, count_labels, count_targets
 from headway.errors import ConfigError
 from headway.models.fused_loss import FusedLoss
+from headway.models.hf import predicts_next_token
 from headway.models.loss import cross_entropy_sum
 
 logger = logging.getLogger(__name__)
@@ -63,8 +64,14 @@ class Objective:
         self._leaves_cache &= not hasattr(model, "stands_for")
         self._computes, self._fused = compute_loss_func, fused
         self._takes_labels = "labels" in self._accepts or not self._filters
+        self.shifts_labels = predicts_next_token(model)
+        """Whether the first label of a row is nobody's target, as batches by themselves count."""
         self._warned = False
         self._told_dropped: set[str] = set()
+
+    def count_targets(self, batch: Any) -> Count:
+        """What the model predicts of a batch, by which its losses are weighed."""
+        return count_targets(batch) if self.shifts_labels else count_labels(batch)
 
     def loss(self, model: Callable[..., Any], batch: Any, num_targets: Count, own: Count) -> Tensor:
         """The batch's share of the window's loss: its sum over targets / `num_targets`.
@@ -86,7 +93,7 @@ class Objective:
         self, model: Callable[..., Any], batch: Any, *, with_logits: bool = False
     ) -> tuple[Tensor | None, Count, Tensor | None, Tensor | None]:
         """(sum over targets, their count, logits, labels) of one batch."""
-        own = count_targets(batch)
+        own = self.count_targets(batch)
         if with_logits and "return_logits" in self._accepts and isinstance(batch, Mapping):
             batch = {**batch, "return_logits": True}  # our decoder keeps none otherwise
         outputs, labels, _ = self._call(model, batch, _at_least_one(own))

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from headway.checkpoint.component import StateComponent
-from headway.data.counting import count_targets
 from headway.data.feeding import Feeder
 from headway.data.loader import Window, WindowLoader
 from headway.dist.agreement import agree_bits
@@ -144,13 +143,13 @@ def saved_buffers(model: nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
-def own_targets(window: Window, number: int) -> int | Tensor:
+def own_targets(window: Window, number: int, objective: Objective) -> int | Tensor:
     """The targets of one micro-batch of a window; a filler has none."""
     if number >= len(window.micro_batches) - window.num_fillers:
         return 0
     if len(window.micro_batches) == 1:
         return window.num_target_tokens
-    return count_targets(window.micro_batches[number])
+    return objective.count_targets(window.micro_batches[number])
 
 
 def spread_nonfinite(share: Tensor) -> Tensor:

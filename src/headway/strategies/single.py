@@ -72,7 +72,7 @@ class SingleDevice(Strategy):
             check_whole(window)
         for batch in window.micro_batches:
             notify("on_forward_backward_begin")
-            own = window.num_target_tokens if alone else count_targets(batch)
+            own = window.num_target_tokens if alone else objective.count_targets(batch)
             batch = move_batch(batch, self.device) if self._moves else batch
             with self.train_context():
                 loss = objective.loss(model, batch, num_targets, own)

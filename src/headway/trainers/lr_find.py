@@ -147,7 +147,8 @@ class LearningRateFinding:
             window = next(windows)
             # Before the backward: an optimizer may step in it.
             rates.set(lr)
-            num_targets = count_window(window, strategy, changed=False).num_target_tokens
+            totals = count_window(window, strategy, objective, changed=False)
+            num_targets = totals.num_target_tokens
             if isinstance(num_targets, int):
                 num_targets = max(1, num_targets)
             loss = strategy.forward_backward(window, objective, num_targets, _tell_nobody)

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headway.data.counting import count_targets
 from headway.errors import ConfigError
 from headway.strategies.objective import Count, Objective, weigh_mean
 
@@ -41,7 +40,7 @@ class LossFnObjective(Objective):
         if self._loss_fn is None:
             _refuse_preferences(batch)
             return super().evaluate(model, batch, with_logits=with_logits)
-        own = count_targets(batch)
+        own = self.count_targets(batch)
         return weigh_mean(self._value(model, batch, own).detach(), own, 1), own, None, None
 
     def _value(self, model: Callable[..., Any], batch: Any, own: Count) -> Tensor:

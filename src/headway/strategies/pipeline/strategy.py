@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from headway.data.counting import count_targets
 from headway.data.loader import Window, WindowLoader
 from headway.dist.agreement import exchange
 from headway.dist.group import DistributedContext
@@ -272,7 +271,7 @@ class PipelineStrategy(RankedStrategy):
         rows = max(self._args.per_device_train_batch_size, batch["input_ids"].shape[0])
         batch = pad_rows(batch, -(-rows // num_pieces) * num_pieces)
         pieces = cut_batch(batch, num_pieces)
-        own = [count_targets(piece) for piece in pieces] if self._has_last else []
+        own = [objective.count_targets(piece) for piece in pieces] if self._has_last else []
         if self._moves:  # counted before, where it costs no look at the device
             batch = self._move(batch)
             pieces = cut_batch(batch, num_pieces)
