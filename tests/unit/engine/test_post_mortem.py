@@ -353,6 +353,13 @@ def test_the_next_run_says_that_the_one_before_died_without_a_word(tmp_path, cap
     assert read_note(tmp_path / "out") is None
 
 
+def shown_state(folder):
+    """What the dashboard says of a run once it has read the log."""
+    run = Run("a", "a", folder)
+    run.catch_up(time.monotonic() + 60)
+    return run.state(time.time())
+
+
 class LooksEarly(TrainerCallback):
     """What the dashboard shows of a run from its first moment on."""
 
@@ -360,14 +367,14 @@ class LooksEarly(TrainerCallback):
         self.folder, self.error, self.seen = folder, error, []
 
     def on_init_end(self):
-        self.seen.append((read_note(self.folder), Run("a", "a", self.folder).state(time.time())))
+        self.seen.append((read_note(self.folder), shown_state(self.folder)))
         if self.error is not None:
             raise self.error
 
 
 def test_a_run_in_the_place_of_a_killed_one_is_not_lost_while_it_starts(tmp_path):
     leave_note(tmp_path / "out")
-    assert Run("a", "a", tmp_path / "out").state(time.time()) == "lost"
+    assert shown_state(tmp_path / "out") == "lost"
     looks = LooksEarly(tmp_path / "out")
     tiny_trainer(tmp_path, [looks], max_steps=2).train()
     ((note, state),) = looks.seen
