@@ -157,4 +157,4 @@ def test_a_best_evaluation_that_was_not_saved_is_told(tmp_path, caplog):
     trainer.train()
     (told,) = [record for record in caplog.records if "load_best_model_at_end" in record.msg]
     assert told.levelname == "WARNING"
-    assert "step 1 (1)" in told.getMessage() and "checkpoint-3" in told.getMessage()
+    assert "1.0 at step 1" in told.getMessage() and "checkpoint-3" in told.getMessage()

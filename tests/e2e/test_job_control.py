@@ -122,7 +122,8 @@ def test_every_verb_steers_a_run(folder: Path, process: subprocess.Popen[str]) -
     assert status()["learning_rate"] == pytest.approx(0.001)
 
     assert "eval_loss" in use("eval", "steered-1")["message"]
-    assert "1 samples" in use("generate", "--prompt", "ab", "--max-new-tokens", "3")["message"]
+    drawn = use("generate", "--prompt", "ab", "--max-new-tokens", "3")["message"]
+    assert "1 sample is written" in drawn
     use("profile", "steered-1", "--steps", "2")
     use("extend", "steered-1", "2000000")
     assert status()["max_steps"] == 2_000_000

@@ -11,7 +11,8 @@ def parameters_of(cls: type) -> dict[str, inspect.Parameter]:
     for owner in cls.__mro__:
         if "__init__" not in vars(owner):
             continue
-        own = list(inspect.signature(vars(owner)["__init__"]).parameters.values())[1:]
+        init = owner.__init__  # type: ignore[misc]  # whatever kind of method it is
+        own = list(inspect.signature(init).parameters.values())[1:]
         named = [p for p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         found = {p.name: p for p in named} | found
         if len(named) == len(own):
