@@ -88,6 +88,22 @@ class Mistake(_Deed):
 class Misplace(_Deed):
     def act(self):
         open("only/elsewhere.bin")
+
+class _Aborts:
+    def __del__(self, abort=os.abort):
+        abort()
+
+# Something aborts when the interpreter is taken down, as libraries may; a thread has work left.
+class EndBadly(TrainerCallback):
+    def on_train_end(self):
+        import atexit, threading
+        global kept
+        kept = _Aborts()
+        def work():
+            time.sleep(0.5)
+            open(f"worked-{RANK}", "w").close()
+        threading.Thread(target=work).start()
+        atexit.register(lambda: open(f"ended-{RANK}", "w").close())
 """
 )
 
@@ -320,3 +336,12 @@ def test_doctor_says_why_ranks_do_not_come_together(
     out = capfd.readouterr().out
     assert "problem: 2 ranks did not come together: HEADWAY_FROZEN_AFTER_S: 'soon'" in out
     assert "ready to train" not in out
+
+
+def test_a_run_that_is_done_ends_well_whatever_libraries_do_at_their_end(folder: Path) -> None:
+    done = under_torchrun("--callbacks=[deeds.EndBadly]")
+    assert done.returncode == 0, done.stderr
+    assert 8 in checkpoints(folder)
+    # What a program leaves for its end is done all the same.
+    left = {path.name for path in folder.glob("*ed-*")}
+    assert left == {"worked-0", "worked-1", "ended-0", "ended-1"}

@@ -6,6 +6,7 @@ process groups (dist/).
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -16,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from headway.cli.main import explain
 from headway.cli.messages import say_error
@@ -35,7 +36,8 @@ logger = logging.getLogger("headway.cli")
 
 
 def run_as_rank(load: Callable[[], tuple[Job, dict[str, Any]]], work: Callable[[Job], int]) -> int:
-    """Read a job, do it, return the exit code; together with other ranks where there are some.
+    """Read a job, do it, return the exit code; together with other ranks where there are some,
+    and then the process ends here.
 
     `load` also returns what `init_distributed` is to be given. What is wrong with the job on any
     rank is told once, and ends all of them.
@@ -135,21 +137,31 @@ def _tell(error: BaseException, rank: int) -> tuple[int, str, bool]:
     return code, watch.failure.describe(watch.world_size), watch.failure.rank != rank
 
 
-def _end(code: int, reason: str, victim: bool, is_answer: bool) -> int:
+def _end(code: int, reason: str, victim: bool, is_answer: bool) -> NoReturn:
     from headway.dist.failure import current_watch
     from headway.dist.group import current_context
 
     note_exit(code, reason, victim=victim, is_answer=is_answer)
     told = code_for_torchrun(code, is_answer=is_answer)
-    if current_context() is None:
-        return told
-    # A group with a rank missing cannot be taken down: it may wait, and abort, without end.
     watch = current_watch()
-    if watch is not None:
+    if current_context() is None:
+        _close()
+    elif watch is not None:
+        # A group with a rank missing cannot be taken down: it may wait, and abort, without end.
         watch.wait_until_known()
     sys.stdout.flush()
     sys.stderr.flush()
+    # Not by way of the interpreter: in a few of a hundred runs a thread of torch's outlives what
+    # it stands on and aborts the process, and a run that is done would count as failed.
     os._exit(told)
+
+
+def _close() -> None:
+    """What an interpreter does at its end before it takes itself down."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    atexit._run_exitfuncs()
 
 
 def _stop_early(number: int, frame: FrameType | None) -> None:
