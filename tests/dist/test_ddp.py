@@ -331,6 +331,7 @@ class Broken:
 
     def __init__(self, inner: Objective, *, broken: bool) -> None:
         self.inner, self.broken = inner, broken
+        self.count_targets = inner.count_targets
 
     def loss(self, *args: Any) -> Tensor:
         loss = self.inner.loss(*args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -112,12 +113,16 @@ def test_only_a_failure_of_ranks_is_told_as_one(
     monkeypatch.setattr(rank, "_work", work)
     monkeypatch.setattr(rank, "_lower_voice", lambda number: None)
     monkeypatch.setattr(signal, "signal", lambda *given: None)
+    monkeypatch.setattr(rank, "_close", lambda: None)
+    monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     codes = []
     for number in ("0", "1"):
         monkeypatch.setenv("RANK", number)
-        codes.append(rank.run_as_rank(lambda: (None, {}), lambda job: 0))
+        with pytest.raises(SystemExit) as ended:
+            rank.run_as_rank(lambda: (None, {}), lambda job: 0)
+        codes.append(ended.value.code)
     program = f"import sys; sys.exit({max(codes)})"  # as torchrun would
     monkeypatch.undo()
     capfd.readouterr()
