@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -170,7 +171,7 @@ def test_a_server_that_hangs_holds_no_step_and_the_end_only_so_long(
         took_s = time.monotonic() - started_s
         assert len(server.got) == 1  # the first one still waits for its answer
     assert steps == [1, 2, 3, 4] and took_s < 10
-    assert "not sent in the 0.2 s at the end" in caplog.text
+    assert re.search(r"not sent in the 0\.[12]\d* s at the end", caplog.text)
 
 
 def test_an_absent_server_is_a_warning_without_the_address(
