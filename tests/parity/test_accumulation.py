@@ -147,3 +147,18 @@ def test_so_it_is_where_a_model_predicts_every_label_at_its_place(tmp_path, make
     assert split.losses == pytest.approx(whole.losses, rel=1e-6)
     assert split.norms == pytest.approx(whole.norms, rel=1e-5)
     assert torch.allclose(weights, whole_weights, atol=1e-4)
+
+
+def of_pictures_and_text():
+    """As such models are: their loss is that of the next token, under a type of its own."""
+    model = tiny_llama()
+    model.loss_type = "ForConditionalGeneration"
+    return model
+
+
+def test_a_causal_loss_of_another_name_shifts_its_labels(tmp_path):
+    whole, _ = run(tmp_path, of_pictures_and_text, 8, 1)
+    plain, _ = run(tmp_path / "plain", tiny_llama, 8, 1)
+    split, _ = run(tmp_path, of_pictures_and_text, 1, 8)
+    assert whole.losses == plain.losses
+    assert split.losses == pytest.approx(whole.losses, rel=1e-6)

@@ -76,7 +76,10 @@ def predicts_next_token(model: nn.Module) -> bool:
     """Whether the inputs of a model are its labels too; what does not tell is taken for such."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
-    return getattr(model, "loss_type", None) in (None, "ForCausalLM")
+    if getattr(model, "loss_type", None) is None:
+        return True
+    # Not by its type: models of pictures and text have one of their own, and the same function.
+    return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
 
 
 def other_loss_of(model: nn.Module) -> str | None:
