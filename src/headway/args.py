@@ -142,7 +142,7 @@ class MinimalTrainingArguments(Arguments):
     resume_from_checkpoint: bool | str = True
     """True: continue from the newest checkpoint if any. False: start fresh. Text: that folder."""
     on_damaged_checkpoint: str = "fallback"
-    """When the newest checkpoint is damaged: `fallback` to the one before it, or `stop`."""
+    """When the newest checkpoint, or the best at the end, is damaged: `fallback` or `stop`."""
     load_components: list[str] | None = None
     """What a resume restores: model, optimizer, scheduler, trainer, ... None: everything."""
     load_best_model_at_end: bool = False

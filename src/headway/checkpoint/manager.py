@@ -118,10 +118,7 @@ class CheckpointManager:
                 f"output_dir={str(output_dir)!r}: an address is written by one process, not by "
                 f"{self._ranks.world_size} ranks; give a directory that all of them share"
             )
-        self._topology = {
-            **(topology or {"strategy": "single"}),
-            **self._ranks.topology(),
-        }
+        self._topology = {**(topology or {"strategy": "single"}), **self._ranks.topology()}
         self._num_threads = num_threads
         self.stager = Stager(self._ranks)
         """Copies the state, and has the host memory for it."""
@@ -446,7 +443,7 @@ class CheckpointManager:
             try:
                 return self._load(contents, directory, components, verify, verify_first)
             except DamagedError:
-                self._damaged.add(directory.name)  # it is read, and passed over, from now on
+                continue  # it is read, and passed over, from now on
 
     def _load(
         self,
@@ -472,8 +469,7 @@ class CheckpointManager:
                 verify_first=verify_first,
             )
         except DamagedError:
-            if directory.parent == self.output_dir:
-                self._damaged.add(directory.name)
+            self._note_damage(directory)
             raise
         return LoadedCheckpoint(directory, manifest.step, manifest, trainer_state)
 
@@ -486,7 +482,16 @@ class CheckpointManager:
             directory = self._at_hand(path)
             manifest = read_manifest(directory)
         verified = self._verified.pop((directory, manifest.digest), set())
-        load_weights(model, directory, manifest, self._ranks, verified=verified)
+        try:
+            load_weights(model, directory, manifest, self._ranks, verified=verified)
+        except DamagedError:
+            self._note_damage(directory)
+            raise
+
+    def _note_damage(self, directory: Path) -> None:
+        """It counts no longer for retention, nor as the best."""
+        if directory.parent == self.output_dir:
+            self._damaged.add(directory.name)
 
     def _at_hand(self, path: str | Path) -> Path:
         directory = self._storage.path_of(path).absolute()

@@ -1,16 +1,18 @@
 """The weights that a run ends with under `load_best_model_at_end`.
 
-Owns: which checkpoint has them. Does not own: which evaluation was the best (engine/best.py), which
-checkpoints stay (checkpoint/retention.py), loading (checkpoint).
+Owns: which checkpoint has them, and what follows if that is damaged. Does not own: which evaluation
+was the best (engine/best.py), which checkpoints stay (retention.py), loading (checkpoint).
 """
 
 from __future__ import annotations
 
 import logging
+import shlex
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.checkpoint import CheckpointError, CheckpointManager, read_manifest
+from headway.checkpoint import CheckpointError, CheckpointManager, DamagedError, read_manifest
 from headway.checkpoint.best import lookup_metric
 from headway.engine.state import TrainerState
 from headway.trainers.resume import ResumeReport
@@ -48,7 +50,51 @@ def rank_anew(
     )
 
 
-def find_best(manager: CheckpointManager, state: TrainerState, metric_name: str) -> Path | None:
+def load_best(
+    trainer: Trainer, manager: CheckpointManager, metric_name: str
+) -> CheckpointError | None:
+    """Give the model the weights of the best checkpoint; counters and optimizer stay as they are.
+
+    A damaged one is named and the next best is taken; if there is none the last weights stay. The
+    run is over and saved by then, so that nothing is raised here: under
+    `on_damaged_checkpoint="stop"` what is to be raised once it has ended is returned.
+    """
+    assert trainer.strategy is not None
+    damaged: set[str] = set()
+    while True:
+        found = _find_best(manager, trainer.state, metric_name, damaged)
+        best = trainer._ranks().share(None if found is None else str(found))
+        if best is None:
+            return None
+        logger.info("loading the best model, %s", best)
+        try:
+            manager.load_model(trainer.strategy.unwrap(), best)
+        except DamagedError as error:
+            damaged.add(best)
+            problems = error.problems
+        else:
+            trainer.bus.fire("on_load_model_weights", path=best)
+            return None
+        if trainer.args.on_damaged_checkpoint == "stop":
+            return CheckpointError("\n".join([*problems, _advice(trainer, best)]))
+        for problem in problems:
+            logger.warning("load_best_model_at_end: passing over a damaged checkpoint: %s", problem)
+
+
+def _advice(trainer: Trainer, best: str) -> str:
+    step, folder = trainer.state.global_step, trainer.args.output_dir
+    return (
+        f"load_best_model_at_end (on_damaged_checkpoint): the best checkpoint, {best}, is damaged. "
+        f"The run is complete: the model has the weights of its last step, {step}, which "
+        f"{folder} holds too. 'headway checkpoint verify {shlex.quote(str(folder))}' tells which "
+        "checkpoints are whole; with on_damaged_checkpoint=fallback the same run loads the best of "
+        "them"
+    )
+
+
+def _find_best(
+    manager: CheckpointManager, state: TrainerState, metric_name: str, damaged: Collection[str]
+) -> Path | None:
     """The checkpoint of the run's best evaluation, else the best one of its folder.
 
     They are not the same where a run went on from another folder, or from an earlier checkpoint of
@@ -56,15 +102,23 @@ def find_best(manager: CheckpointManager, state: TrainerState, metric_name: str)
     """
     best, recorded, metric = manager.best(), state.best_model_checkpoint, state.best_metric
     if recorded is not None and metric is not None and _metric(recorded, metric_name) == metric:
-        return Path(recorded).absolute()
+        place = Path(recorded).absolute()
+        if str(place) not in damaged:
+            return place
     if best is None:
-        logger.warning("load_best_model_at_end: no checkpoint was evaluated; the last one stays")
+        what = "evaluated one is whole" if damaged else "checkpoint was evaluated"
+        logger.warning(
+            "load_best_model_at_end: no %s; the model keeps the weights of the last step, %d",
+            what,
+            state.global_step,
+        )
     elif metric is not None and _metric(best, metric_name) != metric:
         logger.warning(
-            "load_best_model_at_end: the best evaluation, %s at step %s, has no checkpoint; of "
+            "load_best_model_at_end: the best evaluation, %s at step %s, has no %scheckpoint; of "
             "those that are there the best is taken, %s (%s)",
             metric,
             state.best_global_step,
+            "whole " if damaged else "",
             best,
             _metric(best, metric_name),
         )

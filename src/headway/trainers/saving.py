@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from headway.callbacks.save.checkpointer import find_checkpointer
 from headway.checkpoint import (
     CheckpointContents,
+    CheckpointError,
     CheckpointManager,
     LoadedCheckpoint,
     RNGState,
@@ -39,7 +40,7 @@ from headway.models.hf import generation_config_of, hf_config_of
 from headway.optim.build import follow_scheduler
 from headway.optim.schedule_state import ScheduleState
 from headway.optim.scheduler import CurveLR
-from headway.trainers.best_model import find_best, rank_anew
+from headway.trainers.best_model import load_best, rank_anew
 from headway.trainers.callback_tensors import part_of, tensor_components
 from headway.trainers.fingerprints import take_fingerprints
 from headway.trainers.folder_lock import FolderLock
@@ -119,6 +120,8 @@ class Saver:
         )
         self.background = BackgroundSaver(self.manager, asynchronous=self._asynchronous)
         self._folder_lock = FolderLock(args.output_dir)
+        self.best_refused: CheckpointError | None = None
+        """Why the best model was not loaded: for `train()` to raise when all else has ended."""
 
     def find(self, resume: bool | str) -> Found | None:
         """The checkpoint to resume from, if any."""
@@ -481,14 +484,6 @@ class Saver:
         roll_back(self._trainer, self, self._loader, request)
 
     def load_best(self) -> None:
-        """Weights of the best checkpoint; counters and optimizer stay where they are."""
-        trainer = self._trainer
-        assert trainer.strategy is not None
+        """Weights of the best checkpoint that is whole; counters and optimizer stay."""
         self.deliver()
-        found = find_best(self.manager, trainer.state, self._metric_name)
-        best = trainer._ranks().share(None if found is None else str(found))
-        if best is None:
-            return
-        logger.info("loading the best model, %s", best)
-        self.manager.load_model(trainer.strategy.unwrap(), best)
-        trainer.bus.fire("on_load_model_weights", path=best)
+        self.best_refused = load_best(self._trainer, self.manager, self._metric_name)

@@ -329,7 +329,6 @@ class Trainer(
                 output = self._train(resume, signals)
                 end_together()
                 self._close()
-                return output
         except BaseException as error:
             self.state.outcome = outcome_of(error)
             self.bus.fire_to_all("on_error", exception=error)
@@ -339,6 +338,9 @@ class Trainer(
         finally:
             self.cancel.clear()
             self._loop = None
+        if self._saver is not None and self._saver.best_refused is not None:
+            raise self._saver.best_refused
+        return output
 
     def _train(self, resume: bool | str, signals: SignalRequests) -> TrainOutput:
         start_times = self.start_times
