@@ -173,13 +173,9 @@ class Checkpointing:
         self._manager().pinned.add(Path(path).name, owner)
 
     def release_checkpoint(self, path: str, owner: str = "") -> None:
-        """`owner` no longer keeps a checkpoint: retention may have it, unless it is the best one or
-        somebody else keeps it."""
-        name = Path(path).name
-        if self.state.best_model_checkpoint is None or (
-            Path(self.state.best_model_checkpoint).name != name
-        ):
-            self._manager().pinned.discard(name, owner)
+        """`owner` no longer keeps a checkpoint: retention may have it, unless somebody else keeps
+        it, such as `set_best_checkpoint`."""
+        self._manager().pinned.discard(Path(path).name, owner)
 
     def resolve_checkpoint_path(self, checkpoint_path: str | None) -> str | None:
         """The checkpoint that is meant, the newest good one without a path; None if there is none.

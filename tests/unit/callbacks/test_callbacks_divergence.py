@@ -423,3 +423,17 @@ def test_what_one_guard_lets_go_another_still_keeps(tmp_path: Path) -> None:
     slow = run(max_steps=10)
     assert slow.recovery.good == (4, "checkpoint-4"), "no later one is known to be sound"
     assert 4 in steps_on_disk(tmp_path) and 6 not in steps_on_disk(tmp_path)
+
+
+def test_a_checkpoint_that_was_the_best_goes_like_others_once_a_newer_one_is_good(
+    tmp_path: Path,
+) -> None:
+    # Saved more often than evaluated: each of 4, 8, 12 is the best when a newer one is found good.
+    better = Script([20.0 - step for step in range(1, 17)], key="eval_loss")
+    guard = NaNGuardCallback("rollback")
+    tiny_trainer(
+        tmp_path, [better, guard], num_samples=64, max_steps=16, save_strategy="steps",
+        save_steps=2, save_total_limit=1, save_async=False, eval_strategy="steps", eval_steps=4,
+    ).train()  # fmt: skip
+    assert guard.recovery.good == (14, "checkpoint-14")
+    assert steps_on_disk(tmp_path) == [14, 16]

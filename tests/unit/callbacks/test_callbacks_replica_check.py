@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway import ConfigError
+from headway import ConfigError, TrainerCallback
 from headway.callbacks import ReplicaCheckCallback
 from headway.callbacks.guard import checksums
 from headway.callbacks.guard.checksums import (
@@ -21,10 +21,22 @@ from headway.callbacks.guard.checksums import (
     group_shared,
 )
 from headway.callbacks.guard.replica_check import describe, find_different
+from headway.checkpoint import committed
 from headway.testing import tiny_decoder, tiny_trainer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int8, torch.bool,
           torch.complex64, torch.float8_e4m3fn)  # fmt: skip
+
+
+class Back(TrainerCallback):
+    """Asks for a rollback after a step, once."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, state: Any, control: Any) -> None:
+        if state.global_step == self.step:
+            self.step, control.rollback = -1, True
 
 
 def tensors() -> list[torch.Tensor]:
@@ -130,3 +142,16 @@ def test_local_sgd_is_refused() -> None:
     args = SimpleNamespace(post_local_sgd=SimpleNamespace(enabled=True))
     with pytest.raises(ConfigError, match="post_local_sgd"):
         ReplicaCheckCallback().on_train_begin(args, SimpleNamespace(), None)  # type: ignore[arg-type]
+
+
+def test_where_nothing_is_compared_it_keeps_no_checkpoint(tmp_path: Path) -> None:
+    def run(*callbacks: Any, **arguments: Any) -> list[int]:
+        tiny_trainer(
+            tmp_path, [ReplicaCheckCallback(), *callbacks], num_samples=64, save_strategy="steps",
+            save_steps=2, save_total_limit=1, save_async=False, **arguments,
+        ).train()  # fmt: skip
+        return sorted(found.step for found in committed(tmp_path / "out"))
+
+    assert run(max_steps=2) == [2]
+    assert run(max_steps=8) == [8], "that of the resume was kept for good"
+    assert run(Back(11), max_steps=16) == [16], "that of the rollback was kept for good"

@@ -136,6 +136,12 @@ class Recovery:
             self._held = loaded[1]
             trainer.keep_checkpoint(self._held, self._keeper)
 
+    def let_go(self, trainer: Any) -> None:
+        """The guard has nothing to watch in this run, and so no checkpoint to keep."""
+        for name in {self._held, None if self.good is None else self.good[1]} - {None}:
+            trainer.release_checkpoint(name, self._keeper)
+        self._saves, self._held, self.good = [], None, None
+
     # Acting
 
     def act(

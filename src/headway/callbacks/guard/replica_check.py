@@ -74,7 +74,8 @@ class ReplicaCheckCallback(TrainerCallback):
         self.num_resyncs = 0
         self.differences: list[str] = []
         """What was found so far, in words."""
-        self._active = False
+        self._active: bool | None = None
+        """Whether there is anything to compare; not known before a run begins."""
         self._groups: dict[str, Group] | None = None
         self._under_way: _Sums | None = None
         self._equal_step = 0
@@ -92,10 +93,13 @@ class ReplicaCheckCallback(TrainerCallback):
         self._process_groups.clear()
         self._equal_step = state.global_step
         self._active = args.world_size > 1 and self._find_any(trainer)
-        if not self._active and state.is_world_process_zero:
-            logger.warning(
-                "ReplicaCheckCallback: no two ranks hold the same weights, so nothing is compared"
-            )
+        if not self._active:
+            self.recovery.let_go(trainer)
+            if state.is_world_process_zero:
+                logger.warning(
+                    "ReplicaCheckCallback: no two ranks hold the same weights, so nothing is "
+                    "compared"
+                )
 
     def _find_any(self, trainer: Any) -> bool:
         own = find_held(trainer.strategy.unwrap())
@@ -117,10 +121,12 @@ class ReplicaCheckCallback(TrainerCallback):
             self._compare(state, control, trainer)
 
     def on_save(self, step: int, checkpoint_path: str, trainer: Any) -> None:
-        self.recovery.note_save(step, checkpoint_path, trainer)
+        if self._active:
+            self.recovery.note_save(step, checkpoint_path, trainer)
 
     def on_load(self, state: TrainerState, path: str, trainer: Any) -> None:
-        self.recovery.note_load(state, trainer, path)
+        if self._active is not False:
+            self.recovery.note_load(state, trainer, path)
         self._under_way = None
         self._equal_step = min(self._equal_step, state.global_step)
 
