@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from headway import Trainer, TrainingArguments
 from headway.models import Decoder, DecoderConfig
 from headway.models.kernels import flash4
+from headway.models.kernels.heads import project_heads
+from headway.models.rope import RotaryTable
 from headway.testing import tiny_dataset
 
 pytestmark = pytest.mark.gpu
@@ -50,6 +52,34 @@ def test_the_operation_equals_sdpa(dtype, length, heads, kv_heads, width):
         # Rounded in between: to the largest value, since many are sums of values near it. Of a
         # single position, gradients of queries and keys are nothing but that.
         assert (one.float() - other).abs().max() < 0.02 * other.abs().max() + 1e-5
+
+
+@pytest.mark.parametrize(("length", "heads", "kv_heads", "width"), [
+    (1024, 12, 12, 64), (4096, 8, 2, 64), (77, 4, 4, 32), (1, 2, 2, 64),
+])  # fmt: skip
+@pytest.mark.parametrize("bias", [False, True])
+def test_parts_of_one_projection_are_taken_where_they_lie(length, heads, kv_heads, width, bias):
+    torch.manual_seed(0)
+    rope = RotaryTable(replace(CONFIG, max_seq_len=length, head_dim=width)).cuda()
+    cos, sin = rope(length, 0, None, torch.bfloat16)
+    x = torch.randn(2, length, 96, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weights = [
+        (torch.randn(number * width, 96, device="cuda") / 10).requires_grad_()
+        for number in (heads, kv_heads, kv_heads)
+    ]
+    shift = torch.randn((heads + 2 * kv_heads) * width, device="cuda").bfloat16().requires_grad_()
+    given = (x, weights, shift if bias else None, cos, sin, width)
+    wrt = [x, *weights, *([shift] if bias else [])]
+    found = flash4.project_and_attend_flash4(*given)
+    parts = [part.transpose(1, 2) for part in project_heads(*given)]
+    wanted = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+    wanted = wanted.transpose(1, 2)
+    grad = torch.randn_like(found)
+    pairs = [(found, wanted)]
+    pairs += zip(torch.autograd.grad(found, wrt, grad), torch.autograd.grad(wanted, wrt, grad))
+    for one, other in pairs:
+        assert one.shape == other.shape and one.dtype == other.dtype
+        assert (one.float() - other.float()).abs().max() < 0.02 * other.abs().max() + 1e-5
 
 
 def change(folder, config=CONFIG, **options):

@@ -24,10 +24,10 @@ from headway.errors import ConfigError
 from headway.models.block_mask import make_block_mask
 from headway.models.cache import KVCache
 from headway.models.config import FLEX_HEAD_SIZES, DecoderConfig
-from headway.models.kernels.flash4 import attend_flash4, takes_flash4
-from headway.models.kernels.rope import split_heads
+from headway.models.kernels.flash4 import attend_flash4, project_and_attend_flash4, takes_flash4
+from headway.models.kernels.heads import project_heads
 from headway.models.norm import RMSNorm
-from headway.models.projections import joins, project_joined
+from headway.models.projections import joins, operands, project_joined
 from headway.models.rope import apply_rope
 
 
@@ -235,14 +235,21 @@ class Attention(nn.Module):
         plan: AttentionPlan,
         cache: KVCache | None = None,
     ) -> Tensor:
-        q_BSND, k_BSND, v_BTND = self._project(x, rope)
-        if plan.flash4:
-            joined = attend_flash4(q_BSND, k_BSND, v_BTND).flatten(2)
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        joined = self.q_norm is None and joins(x, *layers)
+        if joined and plan.flash4:
+            seen_BSND = project_and_attend_flash4(*operands(x, *layers), *rope, self.head_size)
         else:
-            joined = self._attend(q_BSND, k_BSND, v_BTND, plan, cache).transpose(1, 2).flatten(2)
-        if joins(joined, self.o_proj):
-            return project_joined(joined, self.o_proj)
-        projected: Tensor = self.o_proj(joined)
+            parts = (
+                project_heads(*operands(x, *layers), *rope, self.head_size)
+                if joined
+                else self._project(x, rope)
+            )
+            seen_BSND = self._attend(*parts, plan, cache)
+        seen = seen_BSND.flatten(2)
+        if joins(seen, self.o_proj):
+            return project_joined(seen, self.o_proj)
+        projected: Tensor = self.o_proj(seen)
         return projected
 
     def _attend(
@@ -253,20 +260,21 @@ class Attention(nn.Module):
         plan: AttentionPlan,
         cache: KVCache | None,
     ) -> Tensor:
+        if plan.flash4:
+            return attend_flash4(q_BSND, k_BSND, v_BSND)
         q_BNSD, k_BNTD, v_BNTD = (t.transpose(1, 2) for t in (q_BSND, k_BSND, v_BSND))
         if cache is not None:
             k_BNTD, v_BNTD = cache.append(self.layer, k_BNTD, v_BNTD)
-            return _attend_growing(q_BNSD, k_BNTD, v_BNTD, plan)
-        if plan.block_mask is not None:
-            return _attend_flex(q_BNSD, k_BNTD, v_BNTD, plan.block_mask)
-        return _attend_sdpa(q_BNSD, k_BNTD, v_BNTD, plan)
+            seen_BNSD = _attend_growing(q_BNSD, k_BNTD, v_BNTD, plan)
+        elif plan.block_mask is not None:
+            seen_BNSD = _attend_flex(q_BNSD, k_BNTD, v_BNTD, plan.block_mask)
+        else:
+            seen_BNSD = _attend_sdpa(q_BNSD, k_BNTD, v_BNTD, plan)
+        return seen_BNSD.transpose(1, 2)
 
     def _project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, the first two turned by their positions."""
         layers = (self.q_proj, self.k_proj, self.v_proj)
-        if self.q_norm is None and joins(x, *layers):
-            query, key = (layer.weight.shape[0] // self.head_size for layer in layers[:2])
-            return split_heads(project_joined(x, *layers), *rope, query, key)
         q_BSND, k_BSND, v_BTND = (layer(x).unflatten(2, (-1, self.head_size)) for layer in layers)
         if self.q_norm is not None and self.k_norm is not None:
             q_BSND, k_BSND = self.q_norm(q_BSND), self.k_norm(k_BSND)

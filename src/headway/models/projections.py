@@ -44,10 +44,15 @@ def is_compiled_here() -> bool:
 
 def project_joined(x: Tensor, *layers: nn.Module) -> Tensor:
     """Their outputs side by side; all have a bias, or none of them."""
+    return joined_linear(*operands(x, *layers))
+
+
+def operands(x: Tensor, *layers: nn.Module) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """Of the product with all layers: `x` in its dtype, the weights, and the bias of all."""
     x = x.to(compute_dtype(x))
     weights: list[Tensor] = [layer.get_parameter("weight") for layer in layers]
     biases: list[Tensor] = [layer.bias for layer in layers if isinstance(layer.bias, Tensor)]
-    return joined_linear(x, weights, torch.cat(biases).to(x.dtype) if biases else None)
+    return x, weights, torch.cat(biases).to(x.dtype) if biases else None
 
 
 def is_plain_linear(layer: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from headway.config.components import load_target
 from headway.errors import ConfigError, unknown
 from headway.models.decoder import draws_numbers
 from headway.models.kernels.flash4 import flash4_operation
+from headway.models.kernels.heads import project_operation
 from headway.models.recomputed import recomputed
 from headway.strategies.blocks import search_blocks
 from headway.strategies.forwards import forward_of, leave_out_cache, mark_adds_nothing, stand_in
@@ -184,7 +185,7 @@ def _kept_operations() -> frozenset[Any]:
         packet = getattr(torch.ops.aten, name, None)
         if packet is not None:
             found.update(getattr(packet, overload) for overload in packet.overloads())
-    found.add(flash4_operation)
+    found |= {flash4_operation, project_operation}
     flex = getattr(torch.ops.higher_order, "flex_attention", None)
     return frozenset(found if flex is None else found | {flex})
 

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
-from headway.models.kernels import cross_entropy, linear, rope, scaling, swiglu
+from headway.models.kernels import cross_entropy, heads, linear, scaling, swiglu
 from headway.optim import adamw_step
 
 CAPABILITIES = [80, 90]
@@ -43,11 +43,13 @@ def lose(vocabulary: int, *, dtype: torch.dtype, with_grads: bool = True) -> Non
 
 def turn(n: int, k: int, size: int, *, dtype: torch.dtype, back: bool) -> None:
     cos = torch.zeros(1, 4, 1, size // 2, dtype=dtype)
-    if back:
-        q, key = (torch.zeros(2, heads, 4, size, dtype=dtype).transpose(1, 2) for heads in (n, k))
-        rope._join_heads(q, key, key.contiguous(), cos, cos)
-    else:
-        rope._split_heads(torch.zeros(2, 4, (n + 2 * k) * size, dtype=dtype), cos, cos, n, k)
+    heads.turn_(torch.zeros(2, 4, (n + 2 * k) * size, dtype=dtype), cos, cos, n, k, back=back)
+
+
+def join(n: int, k: int, size: int, *, dtype: torch.dtype) -> None:
+    cos = torch.zeros(1, 4, 1, size // 2, dtype=dtype)
+    q, key = (torch.zeros(2, number, 4, size, dtype=dtype).transpose(1, 2) for number in (n, k))
+    heads.join_operation(q, key, key.contiguous(), cos, cos)
 
 
 def gate(width: int, *, dtype: torch.dtype) -> None:
@@ -75,9 +77,11 @@ LAUNCHES: dict[str, tuple[ModuleType, Callable[[], None]]] = {
     "loss": (cross_entropy, lambda: lose(32000, dtype=HALF)),
     "loss in float32": (cross_entropy, lambda: lose(128256, dtype=WIDE)),
     "loss without gradient": (cross_entropy, lambda: lose(50257, dtype=HALF, with_grads=False)),
-    "heads": (rope, lambda: turn(32, 8, 128, dtype=HALF, back=False)),
-    "heads, back": (rope, lambda: turn(32, 8, 128, dtype=HALF, back=True)),
-    "the smallest head": (rope, lambda: turn(1, 1, 2, dtype=WIDE, back=True)),
+    "turn": (heads, lambda: turn(32, 8, 128, dtype=HALF, back=False)),
+    "turn back": (heads, lambda: turn(12, 12, 64, dtype=HALF, back=True)),
+    "turn the smallest": (heads, lambda: turn(1, 1, 2, dtype=WIDE, back=False)),
+    "join": (heads, lambda: join(32, 8, 128, dtype=HALF)),
+    "join the smallest": (heads, lambda: join(1, 1, 2, dtype=WIDE)),
     "gate": (swiglu, lambda: gate(14336, dtype=HALF)),
     "gate of odd width": (swiglu, lambda: gate(1001, dtype=WIDE)),
     "weights": (linear, lambda: cast(64, 8, 8)),
@@ -107,8 +111,14 @@ def source_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AST
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_a_kernel_compiles(monkeypatch: pytest.MonkeyPatch, launch: str, capability: int) -> None:
     module, start = LAUNCHES[launch]
-    kernel, recorder = module._kernel(), Recorder()
-    monkeypatch.setattr(module, "_kernel", lambda: recorder)
+    recorder = Recorder()
+    if hasattr(module, "_kernels"):
+        name, kernels = launch.partition(" ")[0], module._kernels()
+        kernel = getattr(kernels, name)
+        monkeypatch.setattr(module, "_kernels", lambda: kernels._replace(**{name: recorder}))
+    else:
+        kernel = module._kernel()
+        monkeypatch.setattr(module, "_kernel", lambda: recorder)
     monkeypatch.setattr(adamw_step, "_send", lambda values, device: values.to(device))
     start()
     ((args, kwargs),) = recorder.launches

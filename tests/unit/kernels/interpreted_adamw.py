@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_on_cpu import open_kernel
+from kernels_on_cpu import open_kernels
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -17,7 +17,7 @@ from headway.optim import adamw_step
 from headway.optim.adamw_step import KernelStep
 from headway.strategies import single
 
-open_kernel(adamw_step)
+open_kernels(adamw_step)
 
 # Around the size of a block, and several in one tensor.
 SIZES = [(1,), (7, 3), (4096,), (4097,), (3, 3000), (64, 64), (0,)]

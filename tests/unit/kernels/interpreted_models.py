@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernels_on_cpu import open_kernel
+from kernels_on_cpu import open_kernels
 from torch import Tensor
 from torch.library import opcheck
 
 from headway.models import loss as loss_module
 from headway.models.config import DecoderConfig
-from headway.models.kernels import cross_entropy, linear, rope, scaling, swiglu
+from headway.models.kernels import cross_entropy, heads, linear, scaling, swiglu
 from headway.models.rope import RotaryTable, apply_rope
 
-for module in (cross_entropy, linear, rope, scaling, swiglu):
-    open_kernel(module)
+for module in (cross_entropy, heads, linear, scaling, swiglu):
+    open_kernels(module)
 
 DTYPES = [torch.float32, torch.bfloat16]
 CHECKS = ("test_schema", "test_faketensor")
@@ -160,9 +160,12 @@ def test_weights_are_cast_one_below_the_other(rows: tuple[int, ...], given: torc
 # -- heads out of a joined projection, turned by their positions ------------------------------
 
 
-def split_plainly(joined: Tensor, cos: Tensor, sin: Tensor, n: int, k: int) -> tuple[Tensor, ...]:
-    heads = joined.view(*joined.shape[:2], n + 2 * k, -1)
-    q, key, v = heads.split([n, k, k], dim=2)
+def project_plainly(
+    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, cos: Tensor, sin: Tensor, size: int
+) -> tuple[Tensor, ...]:
+    joined = F.linear(x, torch.cat(list(weights)), bias).unflatten(2, (-1, size))
+    n, k = (weight.shape[0] // size for weight in weights[:2])
+    q, key, v = joined.split([n, k, k], dim=2)
     return apply_rope(q, cos, sin), apply_rope(key, cos, sin), v
 
 
@@ -175,31 +178,57 @@ def tables(batch: int, seq_len: int, size: int, dtype: torch.dtype) -> tuple[Ten
     return RotaryTable(config)(seq_len, 0, positions, dtype)
 
 
+def weights_of(n: int, k: int, size: int) -> list[Tensor]:
+    return [torch.randn(number * size, 6, requires_grad=True) / 3 for number in (n, k, k)]
+
+
 HEADS = [(3, 2, 10), (4, 1, 8), (1, 1, 2), (5, 5, 6)]
 
 
 @pytest.mark.parametrize(("n", "k", "size"), HEADS)
 @pytest.mark.parametrize("table_rows", [1, 2])
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_and_their_gradients_are_those_of_apply_rope(
-    n: int, k: int, size: int, table_rows: int, dtype: torch.dtype
+    n: int, k: int, size: int, table_rows: int, bias: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     cos, sin = tables(table_rows, 5, size, dtype)
-    # The projection is a part of something wider, and the tables are every second of others.
-    joined = torch.randn(2, 5, (n + 2 * k) * size + 1).to(dtype)[..., :-1].requires_grad_()
-    cos, sin = (t.repeat_interleave(2, dim=1)[:, ::2] for t in (cos, sin))
-    parts = rope.split_heads(joined, cos, sin, n, k)
-    wide = joined.detach().double().requires_grad_()
-    wanted = split_plainly(wide, cos.double(), sin.double(), n, k)
+    cos, sin = (t.repeat_interleave(2, dim=1)[:, ::2] for t in (cos, sin))  # of wider tables
+    x = torch.randn(2, 5, 7).to(dtype)[..., :-1].requires_grad_()
+    # Values that half precision has, so that what is left of differences is the product's own.
+    weights = [w.detach().to(dtype).float().requires_grad_() for w in weights_of(n, k, size)]
+    shift = torch.randn((n + 2 * k) * size).to(dtype).requires_grad_() if bias else None
+    given = [t for t in (x, *weights, shift) if t is not None]
+    wide = [t.detach().double().requires_grad_() for t in given]
+    parts = heads.project_heads(x, weights, shift, cos, sin, size)
+    wanted = project_plainly(
+        wide[0], wide[1:4], wide[4] if bias else None, cos.double(), sin.double(), size
+    )
+    atol = 5e-2 if dtype == torch.bfloat16 else 1e-5
     for found, part in zip(parts, wanted, strict=True):
-        assert found.dtype == dtype and found.is_contiguous()
-        assert_near(found, part, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+        assert found.dtype == dtype and found.shape == part.shape
+        assert_near(found, part, atol=atol)
     # As attention leaves them: heads before positions.
-    weights = [torch.randn(2, w.shape[2], 5, size).to(dtype).transpose(1, 2) for w in wanted]
-    (grad,) = grads_of(parts, weights, joined)
-    (wanted_grad,) = grads_of(wanted, weights, wide)
-    assert_near(grad, wanted_grad, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+    seeds = [torch.randn(2, w.shape[2], 5, size).to(dtype).transpose(1, 2) for w in wanted]
+    for one, other in zip(grads_of(parts, seeds, *given), grads_of(wanted, seeds, *wide)):
+        limit = 2e-2 if dtype == torch.bfloat16 else 1e-5
+        assert (one.double() - other).norm() <= limit * other.norm()
+
+
+@pytest.mark.parametrize(("n", "k", "size"), HEADS)
+@pytest.mark.parametrize("table_rows", [1, 2])
+def test_turned_back_heads_are_what_they_were(n: int, k: int, size: int, table_rows: int) -> None:
+    torch.manual_seed(0)
+    cos, sin = tables(table_rows, 5, size, torch.float32)
+    joined = torch.randn(2, 5, (n + 2 * k) * size)
+    before = joined.clone()
+    heads.turn_(joined, cos, sin, n, k, back=False)
+    values = k * size
+    assert torch.equal(joined[..., -values:], before[..., -values:])
+    assert not torch.allclose(joined, before)
+    heads.turn_(joined, cos, sin, n, k, back=True)
+    assert_near(joined, before)
 
 
 @pytest.mark.parametrize(
@@ -214,29 +243,27 @@ def test_heads_and_their_gradients_are_those_of_apply_rope(
 def test_gradients_lie_in_memory_as_they_like(unusual: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     cos, sin = tables(2, 3, 8, torch.float32)
-    joined = torch.randn(2, 3, 7 * 8, requires_grad=True)
-    parts = rope.split_heads(joined, cos, sin, 3, 2)
-    weights = [unusual(torch.randn(part.shape)) for part in parts]
-    (grad,) = grads_of(parts, weights, joined)
-    (wanted,) = grads_of(split_plainly(joined, cos, sin, 3, 2), weights, joined)
+    x, weights = torch.randn(2, 3, 6, requires_grad=True), weights_of(3, 2, 8)
+    parts = heads.project_heads(x, weights, None, cos, sin, 8)
+    seeds = [unusual(torch.randn(part.shape)) for part in parts]
+    (grad,) = grads_of(parts, seeds, x)
+    (wanted,) = grads_of(project_plainly(x, weights, None, cos, sin, 8), seeds, x)
     assert_near(grad, wanted)
 
 
 def test_a_part_that_is_not_used_has_no_gradient() -> None:
     cos, sin = tables(1, 3, 8, torch.float32)
-    joined = torch.randn(2, 3, 7 * 8, requires_grad=True)
-    rope.split_heads(joined, cos, sin, 3, 2)[1].sum().backward()
-    assert joined.grad is not None
-    used = joined.grad.view(2, 3, 7, 8).abs().sum((0, 1, 3)) > 0
-    assert used.tolist() == [False] * 3 + [True] * 2 + [False] * 2
+    x, weights = torch.randn(2, 3, 6), [w.detach().requires_grad_() for w in weights_of(3, 2, 8)]
+    heads.project_heads(x, weights, None, cos, sin, 8)[1].sum().backward()
+    assert [bool(w.grad is not None and w.grad.any()) for w in weights] == [False, True, False]
 
 
 def test_tables_of_another_length_are_refused() -> None:
-    joined = torch.randn(2, 3, 7 * 8)
+    x, weights = torch.randn(2, 3, 6), weights_of(3, 2, 8)
     for rows, positions in ((1, 4), (3, 3)):
         cos, sin = tables(rows, positions, 8, torch.float32)
         with pytest.raises(RuntimeError, match="positions"):
-            rope.split_heads(joined, cos, sin, 3, 2)
+            heads.project_heads(x, weights, None, cos, sin, 8)
 
 
 # -- the second half of a gated MLP -----------------------------------------------------------
@@ -291,8 +318,9 @@ def operations() -> list[tuple[str, Any, tuple[Any, ...]]]:
     cos, sin = tables(2, 3, 8, torch.float32)
     q, k = torch.randn(2, 3, 3, 8), torch.randn(2, 2, 3, 8).transpose(1, 2)
     return [
-        ("split", rope._split_heads, (torch.randn(2, 3, 57)[..., 1:], cos, sin, 3, 2)),
-        ("join", rope._join_heads, (q, k, k[..., :1].expand_as(k), cos, sin)),
+        ("project", heads.project_operation,
+         (torch.randn(2, 3, 7)[..., 1:], torch.randn(56, 6), None, cos, sin, 3, 2)),
+        ("join", heads.join_operation, (q, k, k[..., :1].expand_as(k), cos, sin)),
         ("swiglu", swiglu.swiglu_backward, (torch.randn(14, 3).t(), torch.randn(3, 7))),
         ("swiglu of a row", swiglu.swiglu_backward, (torch.randn(2, 14)[:1], torch.randn(1, 7))),
         ("swiglu in a wider row", swiglu.swiglu_backward,

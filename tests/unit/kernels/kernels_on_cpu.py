@@ -14,8 +14,8 @@ import headway.models.kernels as kernels
 kernels.define_operation = functools.partial(kernels.define_operation, dispatch_key="CPU")
 
 
-def open_kernel(module: ModuleType) -> None:
-    """Let the interpreter find what a kernel calls: it sees the globals of a module alone."""
-    kernel = module._kernel()
-    assert "Interpreted" in type(kernel).__name__, "TRITON_INTERPRET was not set before the import"
-    vars(module).update(inspect.getclosurevars(kernel.fn).nonlocals)
+def open_kernels(module: ModuleType) -> None:
+    """Let the interpreter find what kernels call: it sees the globals of a module alone."""
+    for kernel in module._kernels() if hasattr(module, "_kernels") else [module._kernel()]:
+        assert "Interpreted" in type(kernel).__name__, "TRITON_INTERPRET was set after the import"
+        vars(module).update(inspect.getclosurevars(kernel.fn).nonlocals)

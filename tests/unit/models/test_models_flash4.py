@@ -14,6 +14,8 @@ from headway import TrainingArguments
 from headway.errors import ConfigError
 from headway.models import Decoder, DecoderConfig, attention
 from headway.models.kernels import flash4
+from headway.models.kernels.heads import split
+from headway.models.rope import apply_rope
 from headway.strategies import recompute
 from headway.strategies.pipeline.layout import Layout
 from headway.strategies.pipeline.part import ModelPart
@@ -66,8 +68,19 @@ def calls(monkeypatch):
 
         return call
 
+    def joined_backward(grad, joined, out, sums, cos, sin, n, k):
+        names.append("joined backward")
+        dq, dk, dv = backward(grad, *split(joined, n, k), out, sums)
+        return torch.cat([apply_rope(dq, cos, -sin), apply_rope(dk, cos, -sin), dv], 2).flatten(2)
+
+    def project(x, weight, bias, cos, sin, n, k):
+        q, key, v = split(F.linear(x, weight, bias), n, k)
+        return torch.cat([apply_rope(q, cos, sin), apply_rope(key, cos, sin), v], 2).flatten(2)
+
     library.impl("flash4", counting("forward", forward), "CPU")
     library.impl("flash4_backward", counting("backward", backward), "CPU")
+    library.impl("flash4_joined_backward", joined_backward, "CPU")
+    library.impl("project_heads", project, "CPU")
     monkeypatch.setattr(attention, "takes_flash4", lambda device, dtype: True)
     yield names
     library._destroy()
@@ -85,7 +98,8 @@ def grads_of(model, ids, **inputs):
     model.zero_grad()
     loss = model(ids, ids, **inputs).loss
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return loss.detach(), {name: p.grad.clone() for name, p in trained}
 
 
 def test_the_operation_has_the_gradients_of_attention(calls):
@@ -118,6 +132,32 @@ def test_a_decoder_trains_alike(calls, compiled):
     assert sorted(calls) == ["backward"] * 2 + ["forward"] * 2
     torch.testing.assert_close(loss, wanted_loss)
     torch.testing.assert_close(grads, wanted)
+
+
+@pytest.mark.parametrize("frozen", [(), ("q_proj", "v_proj"), ("self_attn",)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_decoder_trains_alike_with_joined_projections(calls, monkeypatch, frozen, bias):
+    """As on a GPU, where compiled blocks join them."""
+    torch.compiler.reset()  # graphs of other cases count against the limit of the function
+    model, ids = small_decoder(attention_bias=bias), torch.randint(64, (2, 12))
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(not any(part in name for part in frozen))
+        if name.endswith("bias"):
+            nn.init.normal_(weight)
+    wanted_loss, wanted = grads_of(model, ids)
+    model.model.flash4 = True
+    joins = attention.joins
+    monkeypatch.setattr(
+        attention, "joins", lambda x, *layers: len(layers) == 3 or joins(x, *layers)
+    )
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    loss, grads = grads_of(model, ids)
+    assert sorted(calls) == ["forward"] * 2 + ["joined backward"] * 2
+    torch.testing.assert_close(loss, wanted_loss)
+    torch.testing.assert_close(grads, wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, ids).loss, wanted_loss)
 
 
 def test_what_has_a_mask_goes_by_other_kernels_and_is_told_once(calls, caplog):

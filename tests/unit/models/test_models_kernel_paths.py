@@ -23,6 +23,7 @@ from torch._dynamo.utils import counters
 from headway import Trainer, TrainingArguments
 from headway.models import Decoder, DecoderConfig, decoder, projections
 from headway.models.attention import plan_attention
+from headway.models.kernels.heads import split
 from headway.models.rope import apply_rope
 from headway.strategies.compilation import CompileOptions, compile_module
 from headway.testing import tiny_dataset
@@ -33,10 +34,11 @@ CONFIG = DecoderConfig(
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 
 
-def split_heads(joined: Tensor, cos: Tensor, sin: Tensor, n: int, k: int) -> tuple[Tensor, ...]:
-    heads = joined.unflatten(2, (n + 2 * k, -1))
-    q, key, v = heads.split([n, k, k], dim=2)
-    return tuple(t.clone() for t in (apply_rope(q, cos, sin), apply_rope(key, cos, sin), v))
+def project_heads(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, n: int, k: int
+) -> Tensor:
+    q, key, v = split(F.linear(x, weight, bias), n, k)
+    return torch.cat([apply_rope(q, cos, sin), apply_rope(key, cos, sin), v], dim=2).flatten(2)
 
 
 def join_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -57,7 +59,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Compiled blocks take their way on a GPU; how often each operation was called."""
     calls: Counter[str] = Counter()
     library = torch.library.Library("headway", "FRAGMENT")
-    for plain in (split_heads, join_heads, swiglu_backward):
+    for plain in (project_heads, join_heads, swiglu_backward):
 
         def counted(*args: Any, plain: Any = plain) -> Any:
             calls[plain.__name__] += 1
@@ -121,7 +123,7 @@ def test_a_run_on_that_way_is_the_plain_run(
     taken = request.getfixturevalue("taken")
     found, losses, trainer = run(tmp_path / "compiled", **{**COMPILED, **options})
     # At the least in each evaluation and, but where no block is trained, in each step back.
-    assert taken["split_heads"] >= 2 * 2 * 3
+    assert taken["project_heads"] >= 2 * 2 * 3
     assert (taken["swiglu_backward"] > 0) == (case != "only the head")
     assert len(losses) == 2
     assert losses == pytest.approx(wanted_losses, rel=1e-4)
@@ -140,7 +142,7 @@ def test_weights_of_several_dtypes_are_not_joined(taken: Counter[str]) -> None:
     ids = torch.arange(16)[None]
     with torch.autocast("cpu", torch.bfloat16):
         model(ids, ids).loss.backward()
-    assert taken["split_heads"] == 1  # of the other block
+    assert taken["project_heads"] == 1  # of the other block
 
 
 def test_attention_on_a_gpu_is_planned_within_a_graph() -> None:

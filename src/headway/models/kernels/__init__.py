@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +54,27 @@ _operations = torch.library.Library("headway", "FRAGMENT")
 
 
 def define_operation(
-    schema: str, fake: Callable[..., Any], *, dispatch_key: str = "CUDA"
+    schema: str,
+    fake: Callable[..., Any],
+    *,
+    dispatch_key: str = "CUDA",
+    flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function an operation; `fake` gives what it returns, without values."""
+    """Make a function an operation; `fake` gives what it returns, without values.
+
+    `flops`: from the shapes of the arguments, how much work it is. An operation that does not tell
+    costs nothing to whoever chooses what the backward pass makes again.
+    """
     name = schema.partition("(")[0]
     _operations.define(schema)
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         _operations.impl(name, function, dispatch_key)
         torch.library.register_fake(f"headway::{name}", fake, lib=_operations)
-        operation: Callable[..., Any] = getattr(torch.ops.headway, name).default
+        packet = getattr(torch.ops.headway, name)
+        if flops is not None:
+            register_flop_formula(packet)(flops)
+        operation: Callable[..., Any] = packet.default
         return operation
 
     return register

@@ -1,7 +1,7 @@
 """A product with several weights at once, that keeps nothing but its input for the way back.
 
-Owns: `joined_linear`, its two operations, the kernel that casts weights. Does not own: when weights
-are joined (projections.py).
+Owns: `joined_linear`, its gradients and operations, the kernel that casts weights. Does not own:
+when weights are joined (projections.py), what else is done in the same pass (heads.py, flash4.py).
 
 Left to themselves, autocast and the compiler keep each weight a second time in half precision from
 the forward to the backward pass, and round its gradient to half precision before widening it.
@@ -10,6 +10,7 @@ the forward to the backward pass, and round its gradient to half precision befor
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -97,6 +98,27 @@ def weight_grad(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return grad.t().to(dtype) @ x.to(dtype)
 
 
+def join(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """One below the other, as the forward pass wants them."""
+    return torch.cat(list(weights)).to(dtype)
+
+
+def joined_gradients(
+    grad: Tensor, x: Tensor, weights: Sequence[Tensor], *, bias: bool, wanted: bool
+) -> list[Tensor | None]:
+    """Of `x`, of the bias if there is one, and of each weight if they are wanted.
+
+    As many as `MOST_WEIGHTS` weights would have, nothing in the place of those that are not there.
+    """
+    rows = grad.flatten(0, -2)
+    grad_x = (rows @ cast_again(list(weights), x.dtype)).view(x.shape)
+    found: list[Tensor | None] = [grad_x, rows.sum(0) if bias else None]
+    if wanted:
+        grad_weight = weight_grad(rows, x.flatten(0, -2), weights[0].dtype)
+        found += grad_weight.split([weight.shape[0] for weight in weights])
+    return found + [None] * (2 + MOST_WEIGHTS - len(found))
+
+
 class _JoinedLinear(torch.autograd.Function):
     # As many arguments in every call: where no gradient is wanted, the compiler tells by their
     # number whether `forward` takes a context, and takes `x` for it if they are as many as its own.
@@ -112,20 +134,13 @@ class _JoinedLinear(torch.autograd.Function):
         weights = [weight for weight in (first, second, third) if weight is not None]
         ctx.save_for_backward(x, *weights)
         ctx.has_bias = bias is not None
-        return F.linear(x, torch.cat(weights).to(x.dtype), bias)
+        return F.linear(x, join(weights, x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, *weights = ctx.saved_tensors
-        rows = grads[0].flatten(0, -2)
-        grad_x = (rows @ cast_again(weights, x.dtype)).view(x.shape)
-        grad_bias = rows.sum(0) if ctx.has_bias else None
-        nothing: list[Tensor | None] = [None] * MOST_WEIGHTS
-        if not any(ctx.needs_input_grad[2:]):
-            return grad_x, grad_bias, *nothing
-        grad_weight = weight_grad(rows, x.flatten(0, -2), weights[0].dtype)
-        grads = grad_weight.split([weight.shape[0] for weight in weights])
-        return grad_x, grad_bias, *grads, *nothing[len(grads) :]
+        wanted = any(ctx.needs_input_grad[2:])
+        return tuple(joined_gradients(grads[0], x, weights, bias=ctx.has_bias, wanted=wanted))
 
 
 def joined_linear(x: Tensor, weights: list[Tensor], bias: Tensor | None = None) -> Tensor:
