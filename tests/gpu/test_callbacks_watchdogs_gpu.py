@@ -33,7 +33,7 @@ def test_a_check_costs_at_most_a_thousandth_and_sees_one_bit(capsys: Any) -> Non
     )
     model = Decoder(config).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    ids = torch.randint(0, 32000, (8, 1024), device="cuda")
+    ids = torch.randint(0, 32000, (32, 1024), device="cuda")
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16):

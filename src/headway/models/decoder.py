@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from headway.models.loss import (
     shift_labels,
 )
 from headway.models.norm import RMSNorm, compute_dtype
-from headway.models.projections import is_plain_linear, joins, project_joined
+from headway.models.projections import has_hooks, is_plain_linear, joins, project_joined
 from headway.models.recomputed import recomputed
 from headway.models.rope import RotaryTable
 
@@ -107,6 +107,14 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.dropout = config.dropout
+        self.chained_forward: Any = None
+        """What a call of it ran when it was chained, see `DecoderStack.chain_blocks`."""
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether `follow` may be run: a call of it would do nothing that `follow` does not."""
+        own = self.__dict__.get("forward")
+        return own is not None and own is self.chained_forward and not has_hooks(self)
 
     def forward(
         self,
@@ -115,8 +123,27 @@ class DecoderLayer(nn.Module):
         plan: AttentionPlan,
         cache: KVCache | None = None,
     ) -> Tensor:
+        x, more = self._halves(x, rope, plan, cache)
+        return x + more
+
+    def follow(
+        self, x: Tensor, more: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan
+    ) -> tuple[Tensor, Tensor]:
+        """The same behind another block, whose MLP's output `more` is still to be added to `x`.
+
+        What this one's MLP adds is left to the next block in its turn.
+        """
+        return self._halves(x + more, rope, plan)
+
+    def _halves(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        plan: AttentionPlan,
+        cache: KVCache | None = None,
+    ) -> tuple[Tensor, Tensor]:
         x = x + self._drop(self.self_attn(self.input_layernorm(x), rope, plan, cache))
-        return x + self._drop(self.mlp(self.post_attention_layernorm(x)))
+        return x, self._drop(self.mlp(self.post_attention_layernorm(x)))
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, training=self.training) if self.dropout else x
@@ -173,6 +200,7 @@ class DecoderStack(nn.Module):
         self.flash4 = False
         """Set by whoever asks for it: plain causal attention goes by FlashAttention 4."""
         self._told_of_masks = False
+        self._chained = False
         self.embed_tokens: nn.Embedding = nn.utils.skip_init(
             nn.Embedding,
             config.vocab_size,
@@ -215,15 +243,40 @@ class DecoderStack(nn.Module):
         rope = self.rotary_emb(seq_len, past_len, position_ids, dtype)
         recompute = self.checkpointing is not None and self.training and torch.is_grad_enabled()
         options = self._recomputation() if recompute else {}
-        for layer in self.layers:
-            if recompute:
-                x = recomputed(layer, x, rope, plan, **options)
-            else:
-                x = layer(x, rope, plan, cache)
+        if not recompute and cache is None and self._is_chained():
+            x = self._run_chain(x, rope, plan)
+        else:
+            for layer in self.layers:
+                if recompute:
+                    x = recomputed(layer, x, rope, plan, **options)
+                else:
+                    x = layer(x, rope, plan, cache)
         if cache is not None:
             cache.advance(seq_len)
         out: Tensor = self.norm(x)
         return out
+
+    def chain_blocks(self) -> None:
+        """Run blocks by `follow` from now on; called when that has been compiled.
+
+        A compiled block that adds its MLP's output itself writes the sum, which the next one reads
+        again before it does anything; in one graph the two are one pass, and so are their
+        gradients.
+        """
+        self._chained = True
+        for layer in self.layers:
+            cast(DecoderLayer, layer).chained_forward = layer.__dict__.get("forward")
+
+    def _is_chained(self) -> bool:
+        # The blocks are not asked where nobody chained them: a compiler of the whole cannot.
+        return self._chained and all(getattr(layer, "is_chained", False) for layer in self.layers)
+
+    def _run_chain(self, x: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
+        # With nothing to add, or with what needs no gradient, the first would be another graph.
+        more = torch.zeros_like(x, dtype=compute_dtype(x)).requires_grad_(x.requires_grad)
+        for layer in self.layers:
+            x, more = cast(DecoderLayer, layer).follow(x, more, rope, plan)
+        return x + more
 
     def _tell_of_masks(self) -> None:
         if torch.compiler.is_compiling():

@@ -65,8 +65,15 @@ def does_no_more(layer: nn.Module) -> bool:
     return (
         type(layer.weight) is nn.Parameter
         and ("forward" not in layer.__dict__ or hasattr(layer.forward, "adds_nothing"))
-        and not layer._forward_hooks
-        and not layer._forward_pre_hooks
-        and not layer._backward_hooks
-        and not layer._backward_pre_hooks
+        and not has_hooks(layer)
+    )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of it calls somebody else's functions as well."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
     )

@@ -25,7 +25,7 @@ from headway.args import FSDP2TrainingArguments, TrainingArguments
 from headway.config.rules_values import GRAPH_MODES
 from headway.errors import ConfigError, unknown
 from headway.models.cache import KVCache
-from headway.models.decoder import Decoder
+from headway.models.decoder import Decoder, DecoderLayer
 from headway.models.kernels import triton_works
 from headway.strategies.blocks import search_blocks
 from headway.strategies.forwards import forward_of, leave_out_cache, mark_adds_nothing, stand_in
@@ -138,12 +138,18 @@ def compile_module(
         norm = module.model.norm
         stand_in(norm, _compiled(forward_of(norm), options, only_with_grads=True))
     made: dict[FunctionType, Callable[..., Any]] = {}
+    plain_blocks = all(forward_of(block) is DecoderLayer.forward for block in blocks)
     for block in blocks:
         plain = forward_of(block)
         if plain not in made:
             made[plain] = _compiled(plain, options)
             mark_adds_nothing(made[plain], plain, block)
         stand_in(block, made[plain])
+    if plain_blocks and isinstance(module, Decoder):
+        follow = _compiled(cast(FunctionType, DecoderLayer.follow), options)
+        for block in blocks:
+            stand_in(block, follow, "follow")
+        module.model.chain_blocks()
     logger.info(
         "torch_compile: %d modules, %d to compile (backend %s, mode %s)",
         len(blocks),

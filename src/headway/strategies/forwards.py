@@ -1,8 +1,8 @@
 """How modules are called in training, changed without a wrapper, and put back.
 
-Owns: standing a function in for a module's `forward`, so that names, hooks and classes stay as they
-are; leaving a transformers model's key/value cache out of training. Does not own: what stands in
-(recompute.py, compilation.py).
+Owns: standing a function in for a module's `forward` or another method, so that names, hooks and
+classes stay as they are; leaving a transformers model's key/value cache out of training. Does not
+own: what stands in (recompute.py, compilation.py).
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def forward_of(module: nn.Module) -> FunctionType:
     return forward
 
 
-def stand_in(module: nn.Module, function: Forward) -> None:
+def stand_in(module: nn.Module, function: Forward, name: str = "forward") -> None:
     """Run `function(module, ...)` when the module is called; `put_back` ends it.
 
-    A bound method: a deep copy of the module then runs it on the copy.
+    A bound method: a deep copy of the module then runs it on the copy. `name`: of another method.
     """
     method = MethodType(function, module)
     # Beside the method and not on the function, which other modules of the class share.
-    module.__dict__.setdefault(_MARK, module.__dict__.get("forward"))
-    module.__dict__["forward"] = method
+    module.__dict__.setdefault(_MARK, {}).setdefault(name, module.__dict__.get(name))
+    module.__dict__[name] = method
 
 
 def mark_adds_nothing(function: Forward, plain: FunctionType, module: nn.Module) -> None:
@@ -60,12 +60,11 @@ def mark_adds_nothing(function: Forward, plain: FunctionType, module: nn.Module)
 def put_back(model: nn.Module) -> None:
     """Undo what this module did to a model: it may come from an earlier run."""
     for module in model.modules():
-        if _MARK in module.__dict__:
-            before = module.__dict__.pop(_MARK)
+        for name, before in module.__dict__.pop(_MARK, {}).items():
             if before is None:
-                module.__dict__.pop("forward", None)
+                module.__dict__.pop(name, None)
             else:
-                module.__dict__["forward"] = before
+                module.__dict__[name] = before
     hook = model.__dict__.pop(_CACHE_HOOK, None)
     if hook is not None:
         hook.remove()

@@ -65,6 +65,51 @@ def test_equal_blocks_are_one_graph(make):
     assert num_graphs() == 2  # an evaluation has one of its own
 
 
+def test_a_block_that_others_listen_to_or_have_changed_is_called():
+    """Else a block's sum is added in the next one's graph, and no block is called."""
+    torch.manual_seed(0)
+    model = tiny_decoder(num_layers=3)
+    plain = run(model)
+    compile_module(model, EAGER)
+    seen, layer = [], model.model.layers[1]
+    hook = layer.register_forward_hook(lambda block, given, made: seen.append(made.shape))
+    for mine, theirs in zip(plain, run(model)):
+        torch.testing.assert_close(mine, theirs)
+    assert len(seen) == 1
+    hook.remove()
+    run(model)
+    assert len(seen) == 1
+    whole = layer.forward
+    layer.forward = lambda *given: seen.append(given[0].shape) or whole(*given)
+    for mine, theirs in zip(plain, run(model)):
+        torch.testing.assert_close(mine, theirs)
+    assert len(seen) == 2
+    layer.forward = whole
+    put_back(model)
+    counters.clear()
+    run(model)
+    assert num_graphs() == 0 and "follow" not in layer.__dict__
+
+
+@pytest.mark.parametrize("frozen", ["embed_tokens", "layers.0.", "layers.1."])
+def test_a_chain_of_blocks_has_the_gradients_of_blocks_alone(frozen):
+    torch.manual_seed(0)
+    model = tiny_decoder(num_layers=3)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(frozen not in name)
+    ids = torch.arange(32).view(2, 16)
+
+    def grads():
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(ids, ids).loss.backward()
+        return [p.grad for p in model.parameters() if p.requires_grad]
+
+    plain = grads()
+    compile_module(model, EAGER)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(grads(), plain))
+
+
 def test_a_second_model_of_the_class_has_its_own_graphs():
     for number in range(1, 4):
         model = tiny_decoder(num_layers=2)
