@@ -130,6 +130,8 @@ class Checkpointing:
         """Every rank writes what it holds, so that none has to hold the model."""
         assert self.strategy is not None
         model, ranks = self.strategy.unwrap(), self._ranks()
+        if self._saver is not None:
+            self._saver.deliver()  # a save that is being written talks over the same group
         tokenizer_saver = getattr(self.processing_class, "save_pretrained", None)
         contents = CheckpointContents(
             model=model,

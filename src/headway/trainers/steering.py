@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from headway.dist.agreement import exchange
 from headway.engine.commands import CommandRelay
 from headway.engine.parking import StateParking
 from headway.optim.rate_scaling import scale_rates
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from headway.args import TrainingArguments
-    from headway.checkpoint.ranks import Ranks
     from headway.data.loader import WindowLoader
+    from headway.dist.env import DistributedEnvInterface
     from headway.engine.events import EventBus
     from headway.engine.state import TrainerState
     from headway.strategies.base import Strategy
@@ -42,6 +43,7 @@ class Steering:
     args: TrainingArguments
     bus: EventBus
     commands: CommandRelay
+    env: DistributedEnvInterface
     lr_scheduler: LRScheduler | None
     model: nn.Module | None
     optimizer: Optimizer | None
@@ -53,9 +55,6 @@ class Steering:
 
     @property
     def asked_to_end(self) -> bool:
-        raise NotImplementedError
-
-    def _ranks(self) -> Ranks:
         raise NotImplementedError
 
     def log(self, logs: dict[str, Any], with_step_event: bool = False) -> None:
@@ -107,8 +106,11 @@ class Steering:
         assert self.optimizer is not None
         before = self.learning_rate
         factor = scale if value is None else value / before
-        # Groups of ranks may differ, what they are multiplied by must not.
-        factor = float(self._ranks().share(factor))
+        assert factor is not None
+        # Groups of ranks may differ, what they are multiplied by must not. Not told over the group
+        # of checkpoints: a save that is being written talks there.
+        if self.env.world_size > 1:
+            factor = float(exchange(factor)[0])
         scale_rates(self.optimizer, self.lr_scheduler, factor)
         state = self.state
         state.rate_factor *= factor
