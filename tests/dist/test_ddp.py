@@ -511,3 +511,35 @@ def test_a_run_with_local_steps_saves_anywhere_and_resumes_bitwise(tmp_path: Any
         args=args, model_init=tiny_decoder, train_dataset=Tokens(), default_callbacks=False
     )
     assert trainer.train(resume_from_checkpoint=True).global_step == 10
+
+
+class Viewed(Normed):
+    """Buffers that are columns of a larger tensor, of complex numbers, or empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(4, 6)
+        self.register_buffer("columns", self.table[:, 3:])
+        self.register_buffer("turns", torch.zeros(3, dtype=torch.complex64))
+        self.register_buffer("nothing", torch.zeros(0, 2))
+
+
+def join_viewed() -> dict[str, list[float]]:
+    rank = dist.get_rank()
+    strategy = make_ddp(Viewed)
+    model = strategy.unwrap()
+    model.table.fill_(rank + 1)
+    model.turns.fill_(complex(rank + 1, rank + 1))
+    assert strategy.before_save is not None
+    strategy.before_save()
+    return {
+        "the rest of the table": model.table[:, :3].unique().tolist(),
+        "columns": model.columns.unique().tolist(),
+        "turns": torch.view_as_real(model.turns).unique().tolist(),
+    }
+
+
+def test_buffers_that_lie_apart_are_joined_and_nothing_beside_them_is_written() -> None:
+    for rank, found in enumerate(run_ranks(join_viewed, 2, timeout_s=120)):
+        wanted = {"the rest of the table": [rank + 1.0], "columns": [1.0], "turns": [1.0]}
+        assert found == wanted

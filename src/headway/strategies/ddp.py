@@ -200,7 +200,11 @@ class DistributedDataParallelStrategy(RankedStrategy):
         if self._local is not None:
             self._local.join()
         for buffer in self.unwrap().buffers() if buffers else ():
-            dist.broadcast(buffer, 0)
+            # gloo takes no notice of gaps, and would write into what lies in them.
+            value = buffer.contiguous()
+            dist.broadcast(value, 0)
+            if value is not buffer:
+                buffer.copy_(value)
 
     def _join_for_save(self) -> None:
         # There is one place for a buffer in a checkpoint, whoever writes it; a run that goes on
