@@ -71,26 +71,25 @@ class PadCollator:
 
     def _collate_tokens(self, items: Sequence[Mapping[str, Any]], keys: list[str]) -> Any:
         rows = [_as_array(item["input_ids"]) for item in items]
-        if any(np.ndim(row) == 0 or len(row) == 0 for row in rows):
+        full_lengths = lengths = _lengths("input_ids", rows)
+        if 0 in lengths:
             raise ConfigError("input_ids must be a non-empty sequence of token ids in every sample")
-        lengths = [len(row) for row in rows]
         width = max(lengths)
         if self.max_length is not None:
             width = min(width, self.max_length)
             lengths = [min(length, width) for length in lengths]
         if self.pad_to_multiple_of is not None:
             width = -(-width // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        full_lengths = [len(row) for row in rows]
         exact = all(length == width for length in full_lengths)
         ragged = any(length != width for length in lengths)
         batch: dict[str, Any] = {}
         for key in keys:
             values = rows if key == "input_ids" else [_as_array(item[key]) for item in items]
             fill = self._fill.get(key)
-            if fill is None or np.ndim(values[0]) == 0:
+            if fill is None or _is_single(values[0]):
                 batch[key] = _stack(key, values)
                 continue
-            own_lengths = [len(value) for value in values]
+            own_lengths = full_lengths if values is rows else _lengths(key, values)
             if own_lengths == full_lengths:
                 batch[key] = (
                     _stack(key, values) if exact else _pad(key, values, lengths, width, fill)
@@ -138,6 +137,21 @@ def _as_array(value: Any) -> Any:
         return np.asarray(value)
     except ValueError:
         return value
+
+
+def _is_single(value: Any) -> bool:
+    return not isinstance(value, (list, tuple)) and np.ndim(value) == 0
+
+
+def _lengths(key: str, values: list[Any]) -> list[int]:
+    """How long the samples are: read once, as for tensors it takes longer than to stack them."""
+    shapes: list[tuple[int, ...]] = [getattr(value, "shape", ()) for value in values]
+    if not all(shapes):
+        wrong = values[next(n for n, shape in enumerate(shapes) if not shape)]
+        raise ConfigError(
+            f"{key!r} must be a sequence, or rows of one length, in every sample: {wrong!r:.80}"
+        )
+    return [shape[0] for shape in shapes]
 
 
 def _stack(key: str, values: list[Any]) -> Any:

@@ -58,6 +58,16 @@ def test_multiple_and_cut():
     assert "attention_mask" not in batch
 
 
+@pytest.mark.parametrize("lengths", [(3, 3), (3, 1)], ids=["equal", "ragged"])
+def test_samples_of_any_kind_make_the_same_batch(lengths):
+    def collate(kind):
+        rows = [list(range(1, length + 1)) for length in lengths]
+        items = [{"input_ids": kind(row), "labels": kind(row[::-1])} for row in rows]
+        return {key: value.tolist() for key, value in default_collator(items).items()}
+
+    assert collate(list) == collate(np.array) == collate(torch.tensor)
+
+
 def test_labels_of_their_own_shape():
     scalar = default_collator([{"input_ids": [1, 2], "labels": 1}, {"input_ids": [3], "labels": 0}])
     assert scalar["labels"].tolist() == [1, 0]
@@ -85,6 +95,11 @@ def test_other_items():
         ([{"x": [1]}, {"x": [1, 2]}], "shape of 'x'"),
         ([{"input_ids": [1, 2], "attention_mask": [1]}], "'attention_mask' has 1 entries"),
         ([{"input_ids": []}], "non-empty"),
+        ([{"input_ids": 5}], "'input_ids' .*5"),
+        ([{"input_ids": [1]}, {"input_ids": torch.tensor(3)}], "'input_ids' .* tensor"),
+        ([{"input_ids": [[1, 2], [3]]}], "'input_ids' .* \\[\\[1, 2\\], \\[3\\]\\]"),
+        ([{"input_ids": [1, 2], "labels": [[1], [2, 3]]}], "'labels' .* \\[\\[1\\], \\[2, 3\\]\\]"),
+        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [2], "labels": 3}], "'labels' .*3"),
     ],
 )
 def test_mistakes(items, message):
