@@ -92,6 +92,23 @@ def test_rounds_are_joined_and_compared_with_the_loop_around_the_same_model() ->
     assert rows[1]["times_ms"] == [20.0]
 
 
+def test_mfu_is_against_one_rate_so_that_its_ratios_are_those_of_speed() -> None:
+    # Each found another rate of products, by its own of which it has an MFU of 1.
+    rows = [
+        row("bare", 10.0, mfu=1.0, matmul_flops=1e12),
+        row("headway", 10.0, mfu=1.0, matmul_flops=2e12),
+        row("decoder", 10.0, mfu=1.0, matmul_flops=4e12),
+        {"system": "bare-decoder", "compiled": False, "error": "exit code 1: boom", "output": []},
+        row("decoder", 5.0, 5.0, mfu=1.0, matmul_flops=8e12),
+    ]
+    joined = {r["system"]: r for r in bench.join_rounds(rows)}
+    assert joined["bare"]["mfu"] == pytest.approx(1 / 2)
+    assert joined["headway"]["mfu"] == pytest.approx(1)
+    assert joined["decoder"]["mfu"] == pytest.approx(4 / 2 * 10 / 5)
+    assert joined["headway"]["mfu_flops"] == 2e12
+    assert "mfu" not in joined["bare-decoder"]
+
+
 def test_a_job_is_chosen_that_fits() -> None:
     gib = 2**30
     assert bench.choose_job(None, quick=False) is bench.CPU_JOB
@@ -156,6 +173,7 @@ def test_the_table_tells_every_system_also_one_that_failed(
     assert asked == [("bare-decoder", False, 40), ("decoder", False, 40)]
     assert "10.00    1.000" in out
     assert "exit code 1: boom" in out
+    assert "MFU: of 1 TFLOP/s, the median" in out
 
     assert main([*words, "--json"]) == 1
     facts = json.loads(capsys.readouterr().out)
