@@ -44,6 +44,9 @@ class MinimalTrainingArguments(Arguments):
     """Seed of every random number generator. -1: draw one, log it and keep it in checkpoints."""
     use_cpu: bool = False
     """Train on the CPU although there is an accelerator; stronger than `device`."""
+    ddp_timeout: int | None = None
+    """Seconds that ranks wait for each other in one collective, such as for what rank 0 does alone.
+    None: 1800, or what `init_distributed` was given."""
 
     num_train_epochs: float = 1
     """Passes over the data; fractions allowed. Negative: no limit, `max_steps` decides."""

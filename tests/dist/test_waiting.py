@@ -10,9 +10,16 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from headway import DDPTrainer, DDPTrainingArguments, TrainerCallback
+from headway import (
+    DDPTrainer,
+    DDPTrainingArguments,
+    FSDP2Trainer,
+    PipelineTrainer,
+    TrainerCallback,
+)
+from headway.args import FSDP2TrainingArguments, PipelineTrainingArguments
 from headway.dist import agree_bits, init_distributed, watch
-from headway.testing import run_ranks, tiny_dataset, tiny_decoder
+from headway.testing import RankFailure, run_ranks, tiny_dataset, tiny_decoder
 
 SOON = {"HEADWAY_WAITING_AFTER_S": "1"}
 
@@ -115,3 +122,72 @@ def leave_unwatched(folder: str) -> None:
     while time.monotonic() < deadline:
         time.sleep(0.01)
     agree_bits(0)
+
+
+# How long they wait
+
+LIMITED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "ddp": (DDPTrainer, DDPTrainingArguments, {}),
+    "fsdp2": (FSDP2Trainer, FSDP2TrainingArguments, {"fsdp2": {"shard_size": 2}}),
+    "pipeline": (PipelineTrainer, PipelineTrainingArguments, {"pipeline_size": 2}),
+}
+
+
+class Limits(TrainerCallback):
+    """Notes how long the ranks wait in each process group there is."""
+
+    def __init__(self) -> None:
+        self.found_s: list[float] = []
+
+    def on_step_end(self) -> None:
+        from torch.distributed.distributed_c10d import _world
+
+        backends = [group._get_backend(torch.device("cpu")) for group in _world.pg_map]
+        self.found_s = [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def limits_in_a_run(folder: str, kind: str) -> list[float]:
+    init_distributed(use_cpu=True)
+    trainer_class, arguments_class, more = LIMITED[kind]
+    args = arguments_class.from_dict(
+        {"output_dir": folder, "max_steps": 1, "use_cpu": True, "ddp_timeout": 77, **more}
+    )
+    limits = Limits()
+    trainer_class(
+        args=args,
+        model_init=tiny_decoder,
+        train_dataset=tiny_dataset(64),
+        callbacks=[limits],
+        default_callbacks=False,
+    ).train()
+    return limits.found_s
+
+
+@pytest.mark.parametrize("kind", LIMITED)
+def test_ddp_timeout_holds_in_every_group_of_a_run(tmp_path: Path, kind: str) -> None:
+    for found_s in run_ranks(limits_in_a_run, 4, str(tmp_path), kind, backend=None, timeout_s=120):
+        assert len(found_s) > 2 and set(found_s) == {77.0}
+
+
+def slow_figures(found: Any) -> dict[str, float]:
+    time.sleep(4)
+    return {"slow": 1.0}
+
+
+def evaluate_slowly(folder: str, **options: Any) -> dict[str, float]:
+    init_distributed(use_cpu=True, timeout_s=2)
+    trainer = DDPTrainer(
+        args=DDPTrainingArguments(output_dir=folder, use_cpu=True, **options),
+        model_init=tiny_decoder,
+        eval_dataset=tiny_dataset(4),
+        compute_metrics=slow_figures,
+        default_callbacks=False,
+    )
+    return trainer.evaluate()
+
+
+def test_ranks_wait_for_rank_0s_metrics_as_long_as_ddp_timeout_says(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="Timed out waiting"):
+        run_ranks(evaluate_slowly, 2, str(tmp_path), backend=None)
+    told = run_ranks(evaluate_slowly, 2, str(tmp_path), backend=None, ddp_timeout=60)
+    assert [metrics["eval_slow"] for metrics in told] == [1.0, 1.0]

@@ -85,6 +85,10 @@ class Mistake(_Deed):
     def act(self):
         raise ConfigError("my_option: bad on this rank")
 
+class Linger(_Deed):
+    def act(self):
+        time.sleep(20)
+
 class Misplace(_Deed):
     def act(self):
         open("only/elsewhere.bin")
@@ -145,6 +149,13 @@ def test_ranks_train_together_and_one_of_them_reports(folder: Path) -> None:
     assert err.count("step 8/8") == 1
     assert len(ranks_of(folder)) == 2
     assert "Traceback" not in err
+
+
+def test_ranks_wait_for_each_other_as_long_as_ddp_timeout_says(folder: Path) -> None:
+    words = ("--callbacks=[deeds.Note,deeds.Linger]", "--args.ddp_timeout=2")
+    code, _, err = train("--nproc=2", *words)
+    assert code == 1
+    assert "(ranks wait 2 s for each other; ddp_timeout sets it)" in err, err
 
 
 def test_a_killed_rank_is_started_again_and_the_losses_are_those_of_an_undisturbed_run(

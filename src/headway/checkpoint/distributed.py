@@ -22,9 +22,7 @@ from torch import distributed as dist
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.ranks import Group, Ranks
 from headway.dist.env import detect_env
-
-TIMEOUT_S = 1800.0
-"""How long to wait for a rank that is alive; one that died is noticed at once."""
+from headway.dist.limits import collective_limit
 
 _Answer = Literal["all", "main", "none"]
 
@@ -37,7 +35,8 @@ class DistributedRanks(Ranks):
     """All ranks of the default process group; made by every rank at the same time.
 
     `groups` are the process groups by name that this rank belongs to (for PER_GROUP components).
-    `node` is the number of this rank's machine, by default what the launcher says.
+    `node` is the number of this rank's machine, by default what the launcher says; `timeout_s` how
+    long to wait for a rank that is alive, by default as long as in other collectives.
     """
 
     def __init__(
@@ -45,10 +44,12 @@ class DistributedRanks(Ranks):
         groups: Mapping[str, dist.ProcessGroup] | None = None,
         *,
         node: int | None = None,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        limit = datetime.timedelta(seconds=timeout_s)
+        limit = collective_limit()
+        if timeout_s is not None:
+            limit = datetime.timedelta(seconds=timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=limit)
         members = {
             name: dist.get_process_group_ranks(group) for name, group in (groups or {}).items()

@@ -183,7 +183,7 @@ def _judge(size: int, folder: Path, code: int, *, must_work: bool) -> Trial:
 def run_here(options: argparse.Namespace) -> int:
     """Be a trial: on every rank of it."""
     limit = None if options.memory_limit is None else parse_bytes(options.memory_limit)
-    from headway.cli.rank import run_as_rank
+    from headway.cli.rank import group_options, run_as_rank
     from headway.config.load import load_run
 
     def load() -> tuple[RunConfig, dict[str, Any]]:
@@ -192,7 +192,7 @@ def run_here(options: argparse.Namespace) -> int:
         run = load_run(options.config, options.overrides)
         place = str(Path(options.trial, "out"))
         trial = prepare_trial(run, options.trial_size, options.trial_accumulation, place)
-        return trial, {"use_cpu": run.args.use_cpu, "device": run.args.device}
+        return trial, group_options(run.args)
 
     return run_as_rank(load, lambda run: _measure(options, run, limit))
 

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from headway.cli.main import explain
 from headway.cli.messages import say_error
@@ -25,6 +25,9 @@ from headway.dist.env import detect_env
 from headway.dist.exits import code_for_torchrun, is_launched, note_exit, note_start
 from headway.dist.forced_end import end_process, say
 from headway.errors import OUT_OF_PLACE, ConfigError, problems_of
+
+if TYPE_CHECKING:
+    from headway.args import TrainingArguments
 
 # How soon a rank misses the process that started it, and how long it then leaves it to the watch
 # over the store, which says more of what became of the launcher.
@@ -58,6 +61,14 @@ def run_as_rank(load: Callable[[], tuple[Job, dict[str, Any]]], work: Callable[[
     except BaseException as error:
         code, reason, victim = _tell(error, env.rank)
     return _end(code, reason, victim, is_answer)
+
+
+def group_options(args: TrainingArguments) -> dict[str, Any]:
+    """What `init_distributed` is to be given for a run with these arguments."""
+    options: dict[str, Any] = {"use_cpu": args.use_cpu, "device": args.device}
+    if args.ddp_timeout is not None:
+        options["timeout_s"] = args.ddp_timeout
+    return options
 
 
 def _watch_launcher(rank: int) -> None:

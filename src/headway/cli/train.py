@@ -52,14 +52,14 @@ def run(options: argparse.Namespace, amend: Callable[[RunConfig], None] | None =
     if options.nproc is not None:
         return launch(options)
     refuse_without_nproc(options)
-    from headway.cli.rank import run_as_rank
+    from headway.cli.rank import group_options, run_as_rank
     from headway.config.load import load_run
 
     def load() -> tuple[RunConfig, dict[str, Any]]:
         run_config = load_run(options.config, options.overrides)
         if amend is not None:
             amend(run_config)
-        return run_config, {"use_cpu": run_config.args.use_cpu, "device": run_config.args.device}
+        return run_config, group_options(run_config.args)
 
     with resting_collector() as wake_collector:
         return run_as_rank(load, lambda run_config: _run(options, run_config, wake_collector))

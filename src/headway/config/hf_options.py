@@ -32,7 +32,6 @@ HF_OPTIONS: dict[str, str] = {
     "ddp_bucket_cap_mb": "use DDPTrainingArguments(ddp={'bucket_cap_mb': ...})",
     "ddp_find_unused_parameters": "use DDPTrainingArguments(ddp={'find_unused_parameters': ...})",
     "ddp_static_graph": "use DDPTrainingArguments(ddp={'static_graph': ...})",
-    "ddp_timeout": "call headway.dist.init_distributed(timeout_s=...) before the trainer is made",
     "debug": "use detect_anomaly=True to find where a NaN came from",
     "deepspeed": "use AccelTrainer with make_deepspeed_plugin (docs/accelerate.md)",
     "dispatch_batches": "use DDPTrainingArguments or FSDP2TrainingArguments",

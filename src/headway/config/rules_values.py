@@ -184,7 +184,7 @@ def _number_rules() -> Iterator[tuple[tuple[str, ...], str, Any]]:
     yield (
         ("per_device_train_batch_size", "per_device_eval_batch_size", "global_batch_size",
          "global_batch_tokens", "epoch_train_steps", "save_total_limit", "preserve_n_best",
-         "keep_every_n_steps", "metrics_collect_interval",
+         "keep_every_n_steps", "metrics_collect_interval", "ddp_timeout",
          "dataloader_prefetch_factor", "dynamo_recompile_limit", "n_microbatches",
          "stages_per_rank", "ddp.bucket_cap_mb", "post_local_sgd.period"),
         "1 or more.",

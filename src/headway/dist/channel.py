@@ -9,15 +9,12 @@ cannot get mixed up with it.
 
 from __future__ import annotations
 
-import datetime
 import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from headway.dist.agreement import exchange
-
-TIMEOUT_S = 1800.0
-"""How long to wait for a rank that is alive; one that died is noticed at once."""
+from headway.dist.limits import collective_limit, collective_limit_s
 
 _numbers = itertools.count()
 
@@ -25,16 +22,14 @@ _numbers = itertools.count()
 class RankChannel:
     """All ranks of the default process group; made by every rank at the same time."""
 
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self) -> None:
         from torch import distributed
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
         from torch.distributed.distributed_c10d import _get_default_store
 
-        self.timeout_s = timeout_s
+        self.timeout_s = collective_limit_s()
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
-        self._group: Any = distributed.new_group(
-            backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)
-        )
+        self._group: Any = distributed.new_group(backend="gloo", timeout=collective_limit())
         self._store = PrefixStore(f"headway/channel/{next(_numbers)}", _get_default_store())
 
     def reduce(self, values: Sequence[float], operation: Literal["sum", "max"]) -> list[float]:

@@ -10,8 +10,11 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+from headway.dist.limits import collective_limit_s
 from headway.dist.watch import Failure, Watch, together
 from headway.errors import problems_of
+
+_WAITED_IN_VAIN = "timed out waiting"
 
 # What torch says when the rank at the other end is gone, over gloo and over NCCL.
 _PEER_LOST = (
@@ -28,7 +31,7 @@ _PEER_LOST = (
     "gloo/transport",
     "connectfullmesh",
     "nccl error",
-    "timed out waiting",
+    _WAITED_IN_VAIN,
     "application timeout caused pair closure",
     "failed to recv, got 0 bytes",
 )
@@ -114,7 +117,10 @@ def tell_failure(error: BaseException) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    line = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    if _WAITED_IN_VAIN in line.lower():
+        return f"{line} (ranks wait {collective_limit_s():g} s for each other; ddp_timeout sets it)"
+    return line
 
 
 def is_peer_loss(error: BaseException) -> bool:

@@ -8,7 +8,6 @@ meshes and the groups of one strategy (strategies/).
 from __future__ import annotations
 
 import atexit
-import datetime
 import functools
 import multiprocessing
 import os
@@ -24,6 +23,7 @@ from headway import __version__
 from headway.dist import agreement
 from headway.dist.device import get_device
 from headway.dist.env import DistributedEnv, detect_env, frozen_limit_s, waiting_limit_s
+from headway.dist.limits import TIMEOUT_S, collective_limit, set_collective_limit
 from headway.dist.processes import ProcessIdentity, identify
 from headway.dist.rendezvous import Endpoint, connect, find_endpoint, meet
 from headway.dist.watch import Failure, Watch
@@ -103,7 +103,7 @@ _up: _Up | None = None
 def init_distributed(
     *,
     backend: str | None = None,
-    timeout_s: float = 1800,
+    timeout_s: float = TIMEOUT_S,
     device: str | None = None,
     use_cpu: bool = False,
     environ: Mapping[str, str] | None = None,
@@ -137,7 +137,8 @@ def init_distributed(
         except ConfigError as error:
             # Not raised yet: the others are on their way to the rendezvous and must learn of it.
             reasons += error.problems
-        _up = _create(facts, backend, timeout_s, rendezvous_s, variables, reasons)
+        set_collective_limit(timeout_s)
+        _up = _create(facts, backend, rendezvous_s, variables, reasons)
     elif reasons:
         raise ConfigError(reasons)
     else:
@@ -178,7 +179,9 @@ def host_group() -> ProcessGroup:
         _up = _Up(_context(detect_env(use_cpu=True), None), group, None, own_group=False)
     if _up.host is None:
         _up.host = (
-            group if _backend_name(group) == "gloo" else distributed.new_group(backend="gloo")
+            group
+            if _backend_name(group) == "gloo"
+            else distributed.new_group(backend="gloo", timeout=collective_limit())
         )
     made: ProcessGroup = _up.host
     return made
@@ -200,7 +203,6 @@ def current_watch() -> Watch | None:
 def _create(
     facts: DistributedEnv,
     backend: str | None,
-    timeout_s: float,
     rendezvous_s: float,
     variables: Mapping[str, str],
     problems: list[str],
@@ -230,7 +232,7 @@ def _create(
         store=prefixed,
         rank=facts.rank,
         world_size=facts.world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=collective_limit(),
     )
     up = _Up(_context(facts, chosen), _default_group(), None, own_group=True)
     if endpoint is not None and facts.world_size > 1:

@@ -30,6 +30,7 @@ from headway.checkpoint.sharding import local_tensor
 from headway.data.loader import WindowLoader
 from headway.data.windows import Window
 from headway.dist.group import DistributedContext
+from headway.dist.limits import limit_group
 from headway.errors import ConfigError, unknown
 from headway.models.generation import generate
 from headway.precision.scaler import backward
@@ -103,11 +104,14 @@ class FullyShardedStrategy(RankedStrategy):
         world_size, shard_size = self.context.world_size, self._shard_size
         if shard_size == world_size:
             return init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("shard",))
-        return init_device_mesh(
+        mesh = init_device_mesh(
             self.device.type,
             (world_size // shard_size, shard_size),
             mesh_dim_names=("replicate", "shard"),
         )
+        for group in mesh.get_all_groups():
+            limit_group(group)
+        return mesh
 
     def _shard(self, model: nn.Module) -> None:
         options = self._options

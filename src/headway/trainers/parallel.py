@@ -20,6 +20,7 @@ from headway.args import (
 )
 from headway.checkpoint.ranks import Ranks
 from headway.dist.group import DistributedContext, current_context, init_distributed
+from headway.dist.limits import limit_collectives
 from headway.errors import ConfigError
 from headway.strategies.base import Strategy
 from headway.trainers.trainer import Trainer
@@ -53,6 +54,8 @@ class _RankedTrainer(Trainer):
                 f"{type(self).__name__}: the process group has {context.world_size} ranks, but "
                 f"the environment says {self.env.world_size} (WORLD_SIZE)"
             )
+        if self.args.ddp_timeout is not None:
+            limit_collectives(self.args.ddp_timeout)
         return context
 
     @property

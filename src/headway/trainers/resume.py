@@ -38,6 +38,7 @@ CHECKPOINT, CURRENT = "checkpoint", "current"
 # They say how to resume, or differ in every process; a change of them changes no training.
 _NOT_COMPARED = {
     "args.logging_dir",
+    "args.ddp_timeout",
     "args.resume_from_checkpoint",
     "args.load_components",
     "args.checkpoint_components",

@@ -279,9 +279,11 @@ def make_group(ranks: list[int]) -> Any:
     """The process group of some ranks; made by all ranks together, None for all of them."""
     from torch import distributed
 
+    from headway.dist.limits import collective_limit
+
     if len(ranks) == distributed.get_world_size():
         return None
-    return distributed.new_group(ranks)
+    return distributed.new_group(ranks, timeout=collective_limit())
 
 
 def copy_from(held: Held, source: int, group: Any) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import distributed as dist
 
+from headway.dist.limits import collective_limit
 from headway.strategies.pipeline.layout import Layout
 
 
@@ -54,7 +55,7 @@ def join_group(
     """Make a group of each list of ranks, on all ranks; returns the one that `rank` is in."""
     own: dist.ProcessGroup | None = None
     for ranks in members:
-        made = dist.new_group(list(ranks), backend=backend)
+        made = dist.new_group(list(ranks), backend=backend, timeout=collective_limit())
         if rank in ranks:
             assert isinstance(made, dist.ProcessGroup)
             own = made
