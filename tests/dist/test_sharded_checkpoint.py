@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +23,8 @@ from headway.checkpoint import (
 )
 from headway.checkpoint.distributed import DistributedRanks
 from headway.checkpoint.ranks import SoloRanks
+from headway.checkpoint.sharding import is_spread
+from headway.data.tokenizer import ByteTokenizer
 from headway.dist import init_distributed
 from headway.models import load_pretrained
 from headway.strategies.fsdp2 import FullyShardedStrategy
@@ -293,3 +296,51 @@ def test_a_model_folder_is_written_by_all_ranks(tmp_path: Path) -> None:
             assert torch.equal(tensor, expected[key]), f"{name}: {key}"
         own = load_pretrained(tmp_path / name).state_dict()
         assert all(torch.equal(own[key], tensor) for key, tensor in expected.items())
+
+
+class Adapted(nn.Module):
+    """Stands for a PeftModel: all is frozen but what it adds, and that alone is what it saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = tiny_llama().requires_grad_(False)
+        self.lora_A = nn.Linear(8, self.base_model.config.vocab_size, bias=False)
+        self.peft_config = {"default": {"r": 8}}
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits = self.base_model(input_ids=input_ids).logits
+        return {"logits": logits + self.lora_A.weight.sum(dim=1)}
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        state = kwargs.get("state_dict") or self.state_dict()
+        assert {*state} == {*self.state_dict()}, "tied weights too are there under every name"
+        chosen = {name: tensor for name, tensor in state.items() if "lora_" in name}
+        save_file(chosen, f"{save_directory}/adapter_model.safetensors")
+
+
+def _save_adapters(folder: Path) -> torch.Tensor:
+    from headway import DDPTrainer, DDPTrainingArguments, FSDP2Trainer
+
+    init_distributed(use_cpu=True)
+    kinds: Any = [(DDPTrainer, DDPTrainingArguments), (FSDP2Trainer, FSDP2TrainingArguments)]
+    for trainer_class, arguments_class in kinds:
+        name = arguments_class.strategy_name
+        args = arguments_class(output_dir=str(folder / f"{name}-run"), seed=3, use_cpu=True)
+        tokenizer = ByteTokenizer()
+        trainer = trainer_class(args=args, model_init=Adapted, processing_class=tokenizer)
+        trainer.save_model(str(folder / name))
+    weight = trainer.strategy.unwrap().lora_A.weight
+    assert is_spread(weight), "no rank has it whole"
+    return weight.full_tensor().detach()
+
+
+@pytest.mark.timeout(180)
+def test_of_a_peft_model_the_adapters_alone_are_written_on_several_ranks_too(
+    tmp_path: Path,
+) -> None:
+    weight, *_ = run_ranks(_save_adapters, 2, tmp_path, timeout_s=120)
+    for name in ("ddp", "fsdp2"):
+        found = {path.name for path in (tmp_path / name).iterdir()}
+        assert found == {"adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+        held = load_file(tmp_path / name / "adapter_model.safetensors")
+        assert {*held} == {"lora_A.weight"} and torch.equal(held["lora_A.weight"], weight)

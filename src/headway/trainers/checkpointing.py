@@ -22,6 +22,7 @@ from headway.checkpoint.contents import TRAINER_STATE_NAME
 from headway.checkpoint.manifest import MANIFEST_NAME, is_committed
 from headway.errors import ConfigError
 from headway.models.hf import generation_config_of, hf_config_of, save_pretrained
+from headway.trainers.adapters import has_adapters, is_whole, save_adapters
 from headway.trainers.resume import kept_components
 from headway.trainers.weights_saving import begin_to_save
 
@@ -109,20 +110,23 @@ class Checkpointing:
         self.bus.fire("on_load_model_weights", path=path)
 
     def save_model(self, output_dir: str | None = None, overwrite_output_dir: bool = False) -> None:
-        """Write the weights, config and tokenizer as a Hugging Face model folder."""
+        """Write the weights, config and tokenizer as a Hugging Face model folder; of a model of
+        PEFT its adapters."""
         self._prepare_model()
         assert self.strategy is not None
         if self.strategy.before_save is not None:
             self.strategy.before_save()
         target = Path(output_dir or self.args.output_dir)
-        existing = sorted(target.glob("*model*.safetensors")) if target.is_dir() else []
-        if existing and not overwrite_output_dir:
-            raise ConfigError(
-                f"save_model: {target} already holds {existing[0].name}; choose another folder or "
-                f"pass overwrite_output_dir=True"
-            )
-        if self._ranks().world_size == 1:
-            save_pretrained(self.strategy.unwrap(), target, tokenizer=self.processing_class)
+        model, ranks = self.strategy.unwrap(), self._ranks()
+        with ranks.together("looking at the folder for the model"):
+            # By one rank: another might look when the first has begun to write.
+            if ranks.leads and not overwrite_output_dir:
+                _require_no_model(target)
+        replicated = self.strategy.data_shard().world_size == ranks.world_size
+        if ranks.world_size == 1 or (has_adapters(model) and replicated and is_whole(model)):
+            with ranks.together("writing the model's files"):
+                if ranks.leads:
+                    save_pretrained(model, target, tokenizer=self.processing_class)
         else:
             self._export_by_ranks(target)
 
@@ -132,20 +136,24 @@ class Checkpointing:
         model, ranks = self.strategy.unwrap(), self._ranks()
         if self._saver is not None:
             self._saver.deliver()  # a save that is being written talks over the same group
+        adapted = has_adapters(model)
         tokenizer_saver = getattr(self.processing_class, "save_pretrained", None)
         contents = CheckpointContents(
             model=model,
             model_config=hf_config_of(model),
             generation_config=generation_config_of(model),
-            save_tokenizer=tokenizer_saver if callable(tokenizer_saver) else None,
+            save_tokenizer=tokenizer_saver if callable(tokenizer_saver) and not adapted else None,
         )
         manager = CheckpointManager(target, save_total_limit=None, ranks=ranks)
         exported = manager.save(contents, self.state.global_step, kind="export")
         with ranks.together("putting the model's files in place"):
             if ranks.leads:
-                for path in sorted(exported.iterdir()):
-                    if path.is_file() and path.name not in (MANIFEST_NAME, TRAINER_STATE_NAME):
-                        path.replace(target / path.name)
+                if adapted:
+                    save_adapters(model, exported, target, self.processing_class)
+                else:
+                    for path in sorted(exported.iterdir()):
+                        if path.is_file() and path.name not in (MANIFEST_NAME, TRAINER_STATE_NAME):
+                            path.replace(target / path.name)
                 shutil.rmtree(exported)
 
     def save_weights(self, suffix: str, *, wait: bool = False) -> str:
@@ -210,3 +218,12 @@ class Checkpointing:
         if self._saver is not None:
             return self._saver.manager
         return CheckpointManager(self.args.output_dir, ranks=self._ranks())
+
+
+def _require_no_model(folder: Path) -> None:
+    existing = sorted(folder.glob("*model*.safetensors")) if folder.is_dir() else []
+    if existing:
+        raise ConfigError(
+            f"save_model: {folder} already holds {existing[0].name}; choose another folder or "
+            f"pass overwrite_output_dir=True"
+        )
