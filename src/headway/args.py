@@ -33,7 +33,10 @@ class MinimalTrainingArguments(Arguments):
     """The baseline whose names agree with Hugging Face's TrainingArguments."""
 
     output_dir: str = "tmp_trainer"
-    """Folder that receives the checkpoints, the final model and the logs."""
+    """Folder that receives the checkpoints, the final model and the logs; no address."""
+    checkpoint_address: str | None = None
+    """Address such as `s3://bucket/run` (fsspec) that receives the checkpoints, from one process.
+    None: `output_dir`."""
     logging_dir: str | None = None
     """TensorBoard folder. None: `runs/<timestamp>_<host>` inside `output_dir`."""
     run_name: str | None = None
@@ -203,6 +206,11 @@ class MinimalTrainingArguments(Arguments):
     _world_size = 1
     _n_gpu = 0
     _parallel_mode = "not_distributed"
+
+    @property
+    def checkpoint_place(self) -> str:
+        """Where the checkpoints are: `checkpoint_address`, else `output_dir`."""
+        return self.checkpoint_address or self.output_dir
 
     @property
     def process_index(self) -> int:

@@ -103,8 +103,8 @@ class CheckpointManager:
         new_hasher(digest)
         if max_shard_bytes < 1:
             raise ConfigError(f"max_shard_bytes is {max_shard_bytes}; allowed: at least 1")
-        self._storage = storage or open_storage(output_dir)
-        self.output_dir = self._storage.root if is_url(output_dir) else Path(output_dir).absolute()
+        self.storage = storage or open_storage(output_dir)
+        self.output_dir = self.storage.root if is_url(output_dir) else Path(output_dir).absolute()
         """The run directory; for an address, the local working directory of its storage."""
         self.pinned = Keepers()
         """Directory names that retention leaves alone for as long as this object lives; a pin
@@ -115,7 +115,7 @@ class CheckpointManager:
         self._ranks = ranks or SoloRanks()
         if is_url(output_dir) and self._ranks.world_size > 1:
             raise ConfigError(
-                f"output_dir={str(output_dir)!r}: an address is written by one process, not by "
+                f"{output_dir}: an address is written by one process, not by "
                 f"{self._ranks.world_size} ranks; give a directory that all of them share"
             )
         self._topology = {**(topology or {"strategy": "single"}), **self._ranks.topology()}
@@ -217,10 +217,10 @@ class CheckpointManager:
             with ranks.together("creating the directory"):
                 if ranks.leads:
                     refuse_link(final)
-                    self._storage.make_root()
-                    self._storage.make_dir(temporary)
+                    self.storage.make_root()
+                    self.storage.make_dir(temporary)
             writer = ContentsWriter(
-                self._storage,
+                self.storage,
                 temporary,
                 digest=self._digest,
                 max_shard_bytes=self._max_shard_bytes,
@@ -235,7 +235,7 @@ class CheckpointManager:
                     if ranks.is_main:
                         self._finish(pending, writer, temporary)
                         manifest = self._describe(pending, writer, self._next_counter())
-                        write_manifest(temporary, manifest, self._storage)
+                        write_manifest(temporary, manifest, self.storage)
                         self._publish(manifest, temporary, final, nonce)
         except BaseException:
             if ranks.leads:
@@ -261,7 +261,7 @@ class CheckpointManager:
         )
         with ranks.together("preparing to commit"):
             if ranks.leads:
-                write_manifest(temporary, manifest, self._storage)
+                write_manifest(temporary, manifest, self.storage)
         require_same(ranks, manifest.digest, f"what they wrote to {final}")
         with ranks.together("committing"):
             if ranks.leads:
@@ -291,7 +291,7 @@ class CheckpointManager:
         )
 
     def _publish(self, manifest: Manifest, temporary: Path, final: Path, nonce: str) -> None:
-        publish(self._storage, temporary, final, nonce)
+        publish(self.storage, temporary, final, nonce)
         self._last_counter = manifest.save_counter
         self._damaged.discard(final.name)
 
@@ -303,7 +303,7 @@ class CheckpointManager:
         if not os.path.lexists(temporary):
             return
         try:
-            self._storage.remove_tree(temporary)
+            self.storage.remove_tree(temporary)
         except Exception as error:
             # The failure of the save itself is the one to report.
             logger.warning("could not remove %s: %s", temporary, error)
@@ -321,17 +321,17 @@ class CheckpointManager:
 
     def _retire(self) -> None:
         for name in choose_deletions(self._entries(), **self._retention):
-            self._storage.remove_tree(self.output_dir / name)
+            self.storage.remove_tree(self.output_dir / name)
 
     def clean_leftovers(self) -> list[str]:
         """Clean up after saves and deletions of processes that are gone; call it at the start."""
-        return leftovers.clean_leftovers(self._storage) if self._ranks.leads else []
+        return leftovers.clean_leftovers(self.storage) if self._ranks.leads else []
 
     # -- finding ----------------------------------------------------------------------------
 
     def list(self) -> list[CommittedCheckpoint]:
         """The committed checkpoints, by save counter, oldest first."""
-        self._storage.refresh()
+        self.storage.refresh()
         return committed(self.output_dir)
 
     def find_latest(self) -> Path | None:
@@ -360,7 +360,7 @@ class CheckpointManager:
         if resume is False:
             return None
         if resume is not True:
-            return self._resolve_path(self._storage.path_of(resume), verify_tensors)
+            return self._resolve_path(self.storage.path_of(resume), verify_tensors)
         path, damaged = self.find_intact(verify_tensors=verify_tensors)
         for problem in damaged:
             logger.warning("passing over a damaged checkpoint: %s", problem)
@@ -377,12 +377,12 @@ class CheckpointManager:
         ranks, found = self._ranks, Search(None)
         suspects = None if verify_tensors else set(self._damaged)
         if ranks.each_node:
-            found = find_common(ranks, self._storage, self.list(), suspects)
+            found = find_common(ranks, self.storage, self.list(), suspects)
             path, problems, damaged = found.path, found.problems, found.damaged
         else:
             with ranks.together("looking for a checkpoint"):
                 if ranks.is_main:
-                    found = find_newest_whole(self._storage, self.list(), suspects)
+                    found = find_newest_whole(self.storage, self.list(), suspects)
             known = None if found.path is None else str(found.path)
             name, problems, damaged = ranks.share([known, found.problems, sorted(found.damaged)])
             path = None if name is None else Path(name)
@@ -402,7 +402,7 @@ class CheckpointManager:
         with self._ranks.together("looking for the checkpoint"):
             manifest = read_resumable(given, path, self.list)
             path = path.absolute()
-            self._storage.fetch(path)
+            self.storage.fetch(path)
         unread = set() if verify_tensors else shard_names(manifest)
         names = set(manifest.files) - unread
         Loading(path, manifest, self._ranks).verify(names, unread=unread, whole=True)
@@ -494,6 +494,6 @@ class CheckpointManager:
             self._damaged.add(directory.name)
 
     def _at_hand(self, path: str | Path) -> Path:
-        directory = self._storage.path_of(path).absolute()
-        self._storage.fetch(directory)
+        directory = self.storage.path_of(path).absolute()
+        self.storage.fetch(directory)
         return directory

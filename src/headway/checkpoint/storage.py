@@ -149,6 +149,22 @@ def is_url(location: str | Path) -> bool:
     return isinstance(location, str) and "://" in location
 
 
+def join_location(location: str | Path, name: str) -> str:
+    """Where something of that name is in a directory, or at an address."""
+    if is_url(location):
+        return f"{str(location).rstrip('/')}/{name}"
+    return str(Path(location) / name)
+
+
+def split_location(location: str | Path) -> tuple[str, str]:
+    """The other way around: the directory, absolute, or the address, and the name in it."""
+    if is_url(location):
+        parent, _, name = str(location).rstrip("/").rpartition("/")
+        return parent, name
+    path = Path(location).absolute()
+    return str(path.parent), path.name
+
+
 def open_storage(location: str | Path) -> Storage:
     """Local files for a path, those of fsspec for an address."""
     if is_url(location):

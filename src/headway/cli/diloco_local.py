@@ -55,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
     _settle(options, run_config)
     folder = Path(run_config.args.output_dir)
     (folder / "server").mkdir(parents=True, exist_ok=True)
-    local = _Local(options, folder, max(0, run_config.args.seed))
+    args = run_config.args
+    local = _Local(options, folder, args.checkpoint_address, max(0, args.seed))
     with local.taking_signals():
         return local.run()
 
@@ -108,6 +109,8 @@ class _Local:
 
     options: argparse.Namespace
     folder: Path
+    address: str | None
+    """Below which each worker has its checkpoints, if not in its folder."""
     seed: int
     server: _Process | None = None
     workers: list[_Process] = field(default_factory=list)
@@ -182,6 +185,8 @@ class _Local:
         # Each has its own order of the data: equal workers would learn the same things.
         words += [*options.overrides, f"--args.seed={self.seed + number}"]
         words += [f"--args.output_dir={self.folder / name}"]
+        if self.address is not None:
+            words += [f"--args.checkpoint_address={self.address.rstrip('/')}/{name}"]
         self.workers.append(self._start(name, words))
 
     # -- watching ---------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import hashlib
 import json
 import os
 import re
@@ -152,7 +151,7 @@ def launch(options: argparse.Namespace) -> int:
     launched = Launched(run_config, options.argv, ranks.smallest_world, time.time())
     words = strip_options(options.argv[1:])
     with tempfile.TemporaryDirectory(prefix="headway-launch-") as folder:
-        before = [_digest(path) for path in _manifests(Path(run_config.args.output_dir))]
+        before = _saved(run_config.args.checkpoint_place)
         Path(folder, _BEFORE).write_text(json.dumps(before))
         Path(folder, COMMAND_NAME).write_text(json.dumps(options.argv))
         command = ranks.command("headway", words)
@@ -196,7 +195,7 @@ def supervise(
     return _Supervisor(command, environ, Path(folder), on_failure).run()
 
 
-def choose_resume(given: bool | str | None, output_dir: str | Path) -> bool | str | None:
+def choose_resume(given: bool | str | None, place: str) -> bool | str | None:
     """What an attempt goes on from: after a restart the run's own newest checkpoint, if any.
 
     That is so even when the command says to start afresh: the first attempt did. A checkpoint that
@@ -206,12 +205,13 @@ def choose_resume(given: bool | str | None, output_dir: str | Path) -> bool | st
         return given
     from headway.checkpoint import find_latest_checkpoint
 
-    newest = find_latest_checkpoint(output_dir, kind="training")
+    newest = find_latest_checkpoint(place, kind="training")
     if newest is None:
         return given
     note = Path(os.environ.get(FOLDER_VARIABLE, ""), _BEFORE)
-    before = json.loads(note.read_text()) if note.is_file() else []
-    return given if _digest(Path(newest, "checkpoint_manifest.json")) in before else True
+    before = json.loads(note.read_text()) if note.is_file() else {}
+    is_old = newest in before and before[newest] == _saved(place).get(newest)
+    return given if is_old else True
 
 
 def users_command(argv: list[str]) -> list[str]:
@@ -438,12 +438,15 @@ def _find_outer_launcher() -> list[str]:
     ]
 
 
-def _manifests(output_dir: Path) -> list[Path]:
-    return sorted(output_dir.glob("checkpoint-*/checkpoint_manifest.json"))
+def _saved(place: str) -> dict[str, str]:
+    """The digest of each committed checkpoint's manifest, by its path or address."""
+    from headway.checkpoint.manifest import committed
+    from headway.checkpoint.storage import open_storage
 
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    storage = open_storage(place)
+    storage.refresh()
+    found = committed(storage.root)
+    return {storage.locate(one.path): one.manifest.digest for one in found}
 
 
 def _num_cpus() -> int:

@@ -72,7 +72,7 @@ class Launched:
         from headway.dist.command import continue_command
         from headway.engine.post_mortem import find_checkpoint, make_report
 
-        checkpoint = find_checkpoint(self.output_dir)
+        checkpoint = find_checkpoint(self.config.args.checkpoint_place)
         by_itself = self.config.args.resume_from_checkpoint is True
         path = None if checkpoint is None else str(checkpoint["path"])
         command = continue_command(self.command, path, by_itself=by_itself)

@@ -73,7 +73,7 @@ def _run(
     from headway.engine.start_times import StartTimes
 
     given: bool | str | None = False if options.no_resume else options.resume
-    resume = choose_resume(given, run_config.args.output_dir)
+    resume = choose_resume(given, run_config.args.checkpoint_place)
 
     start_times = StartTimes.of_process()
     with ignore_save_requests():
@@ -126,8 +126,8 @@ def _explain_misfit(error: Exception, run_config: RunConfig, given: str | None) 
     from headway.config.snapshot import resolved_config
     from headway.trainers.resume import compare_configs
 
-    output_dir = run_config.args.output_dir
-    path = given or find_latest_checkpoint(output_dir, kind="training")
+    args = run_config.args
+    path = given or find_latest_checkpoint(args.checkpoint_place, kind="training")
     stored = Path(path, "run", "config.json") if path is not None else None
     changed = []
     if stored is not None and stored.is_file():
@@ -138,9 +138,10 @@ def _explain_misfit(error: Exception, run_config: RunConfig, given: str | None) 
             if item.key.startswith("model.")
         ]
     what = "; ".join(changed) or "its class or its code has changed"
+    option = "output_dir" if args.checkpoint_address is None else "checkpoint_address"
     return [
         f"model: not the one of the checkpoint to go on from ({what}); take the change back, or "
-        f"choose another args.output_dir (now {str(output_dir)!r})",
+        f"choose another args.{option} (now {args.checkpoint_place!r})",
         *str(error).splitlines(),
     ]
 
@@ -149,11 +150,11 @@ def summarise(trainer: Any, output: Any) -> dict[str, Any]:
     """The result by name, for programs."""
     from headway.checkpoint import find_latest_checkpoint
 
-    output_dir = trainer.args.output_dir
-    checkpoint = find_latest_checkpoint(output_dir, kind="training")
+    args = trainer.args
+    checkpoint = find_latest_checkpoint(args.checkpoint_place, kind="training")
     times = trainer.start_times if trainer.start_times and trainer.start_times.is_over else None
     return {
-        "output_dir": str(output_dir),
+        "output_dir": str(args.output_dir),
         "checkpoint": None if checkpoint is None else str(checkpoint),
         "steps": output.global_step,
         "loss": output.training_loss,
@@ -184,7 +185,7 @@ def report(options: argparse.Namespace, trainer: Any, output: Any) -> None:
     from headway.checkpoint import find_latest_checkpoint
 
     output_dir = trainer.args.output_dir
-    checkpoint = find_latest_checkpoint(output_dir, kind="training")
+    checkpoint = find_latest_checkpoint(trainer.args.checkpoint_place, kind="training")
     if output.interrupted_by is not None:
         print(f"stopped at step {output.global_step:,} by {output.interrupted_by}")
     elif trainer.state.outcome == "aborted":
@@ -201,6 +202,8 @@ def report(options: argparse.Namespace, trainer: Any, output: Any) -> None:
     if output.interrupted_by is not None:
         command = _continuation(users_command(options.argv), output.interrupted_by)
         print(f"go on with: {shlex.join(command)}")
+    elif trainer.args.checkpoint_address is not None:
+        print(f"fetch it:   headway finalize {shlex.quote(checkpoint)} FOLDER")
     elif trainer.processing_class is not None:
         print(f"try it:     headway generate {shlex.quote(output_dir)} --prompt '...'")
         print(f"measure it: headway eval {shlex.quote(output_dir)} --data FILE")

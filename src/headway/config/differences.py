@@ -9,7 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 ABSENT = "absent"
-CIRCUMSTANTIAL = ("args.output_dir", "args.logging_dir", "args.run_name")
+CIRCUMSTANTIAL = (
+    "args.output_dir",
+    "args.checkpoint_address",
+    "args.logging_dir",
+    "args.run_name",
+)
 """Values of a run's configuration that do not make another experiment of it."""
 
 

@@ -159,6 +159,26 @@ def _nonempty(option: str) -> Check:
     return check
 
 
+def _no_address(args: Any) -> str | None:
+    if "://" not in str(args.output_dir):
+        return None
+    return (
+        f"output_dir={args.output_dir!r} is an address, and a run writes its logs into a folder; "
+        f"set checkpoint_address={args.output_dir!r} for the checkpoints, and output_dir to a "
+        "local folder"
+    )
+
+
+def _address(args: Any) -> str | None:
+    address = args.checkpoint_address
+    if address is None or re.fullmatch(r"[^:/\s]+://.*[^/\s].*", address):
+        return None
+    return (
+        f"checkpoint_address must look like 's3://bucket/run', got {address!r}; in a folder, "
+        "checkpoints are where output_dir says"
+    )
+
+
 def _device_name(args: Any) -> str | None:
     if args.device is None or _DEVICE.fullmatch(str(args.device)):
         return None
@@ -232,6 +252,10 @@ def _own_rules() -> Iterator[Rule]:
         number += 1
     yield Rule("H40", ("num_train_epochs",), "args", "num_train_epochs is not 0.", _epochs)
     yield Rule("H41", ("save_safetensors",), "args", "Weights are safetensors.", _safetensors)
+    yield Rule("H54", ("output_dir", "checkpoint_address"), "args",
+               "output_dir is a folder, no address.", _no_address)  # fmt: skip
+    yield Rule("H55", ("checkpoint_address",), "args",
+               "checkpoint_address is an address, no folder.", _address)  # fmt: skip
     yield Rule("H42", ("device",), "args", "device is a device name.", _device_name)
     names = (
         ("H43", "nonfinite_action", NONFINITE_ACTIONS),

@@ -161,7 +161,7 @@ class Examination:
             cause = _describe_other(failure)
         else:
             return None
-        checkpoint = find_checkpoint(self._folder)
+        checkpoint = find_checkpoint(self._args.checkpoint_place)
         hidden = self._secrets()
         for key in ("error", "traceback"):
             if cause.get(key):

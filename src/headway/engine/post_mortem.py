@@ -114,15 +114,21 @@ def remove_report(folder: str | Path) -> None:
             Path(folder, name).unlink()
 
 
-def find_checkpoint(folder: str | Path) -> dict[str, Any] | None:
-    """The newest checkpoint that a run can go on from."""
+def find_checkpoint(place: str | Path) -> dict[str, Any] | None:
+    """The newest checkpoint that a run can go on from, in a folder or at an address."""
     from headway.checkpoint.manifest import committed
+    from headway.checkpoint.storage import open_storage
 
     try:
-        usable = [found for found in committed(folder) if found.kind == "training"]
-    except OSError:
+        storage = open_storage(place)
+        storage.refresh()
+        usable = [found for found in committed(storage.root) if found.kind == "training"]
+    except Exception as error:  # whatever a network or its library raises: a run has failed already
+        logger.warning("could not look for checkpoints in %s: %s", place, error)
         return None
-    return {"path": str(usable[-1].path), "step": usable[-1].step} if usable else None
+    if not usable:
+        return None
+    return {"path": storage.locate(usable[-1].path), "step": usable[-1].step}
 
 
 def describe(report: Mapping[str, Any]) -> str:

@@ -219,6 +219,7 @@ def prepare_trial(run: RunConfig, size: int, accumulation: int, output_dir: str)
     args = replace(
         run.args,
         output_dir=output_dir,
+        checkpoint_address=None,
         logging_dir=None,
         per_device_train_batch_size=size,
         per_device_eval_batch_size=size,

@@ -41,7 +41,7 @@ def rank_anew(
     found = None if best is None else read_manifest(best)
     state.best_metric = None if best is None else _metric(best, metric_name)
     state.best_global_step = None if found is None else found.step
-    state.best_model_checkpoint = None if best is None else str(best)
+    state.best_model_checkpoint = None if best is None else manager.storage.locate(best)
     logger.warning(
         "%s changed: the best evaluation so far is now %s (%s)",
         " and ".join(changed),
@@ -82,7 +82,7 @@ def load_best(
 
 
 def _advice(trainer: Trainer, best: str) -> str:
-    step, folder = trainer.state.global_step, trainer.args.output_dir
+    step, folder = trainer.state.global_step, trainer.args.checkpoint_place
     return (
         f"load_best_model_at_end (on_damaged_checkpoint): the best checkpoint, {best}, is damaged. "
         f"The run is complete: the model has the weights of its last step, {step}, which "
@@ -101,9 +101,9 @@ def _find_best(
     its own: what the folder holds of a time that did not happen is not this run's.
     """
     best, recorded, metric = manager.best(), state.best_model_checkpoint, state.best_metric
-    if recorded is not None and metric is not None and _metric(recorded, metric_name) == metric:
-        place = Path(recorded).absolute()
-        if str(place) not in damaged:
+    if recorded is not None and metric is not None:
+        place = manager.storage.path_of(recorded).absolute()
+        if _metric(place, metric_name) == metric and str(place) not in damaged:
             return place
     if best is None:
         what = "evaluated one is whole" if damaged else "checkpoint was evaluated"

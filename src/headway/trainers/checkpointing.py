@@ -20,6 +20,7 @@ from headway.checkpoint import (
 )
 from headway.checkpoint.contents import TRAINER_STATE_NAME
 from headway.checkpoint.manifest import MANIFEST_NAME, is_committed
+from headway.checkpoint.storage import is_url
 from headway.errors import ConfigError
 from headway.models.hf import generation_config_of, hf_config_of, save_pretrained
 from headway.trainers.adapters import has_adapters, is_whole, save_adapters
@@ -74,8 +75,9 @@ class Checkpointing:
     ) -> str:
         """Save the full state and wait until it is committed; returns the directory.
 
-        Without a path it goes to `checkpoint-<id>` in `output_dir`, the id being the step unless
-        one is given. A save under another name than the loop's own is not subject to retention.
+        Without a path it goes to `checkpoint-<id>` where the run's checkpoints are, the id being
+        the step unless one is given. A save under another name than the loop's own is not subject
+        to retention.
         """
         if self._saver is None:
             raise ConfigError(
@@ -84,7 +86,7 @@ class Checkpointing:
         return self._saver.save_now(checkpoint_path, checkpoint_id)
 
     def load_checkpoint(self, checkpoint_path: str | None = None) -> None:
-        """Load a checkpoint, by default the newest good one of `output_dir`.
+        """Load a checkpoint, by default the newest good one of the run's own.
 
         In a run, or after one, the full state is restored; before, the weights.
         """
@@ -93,11 +95,11 @@ class Checkpointing:
             # Weights alone are wanted, and checkpoints that no run resumes from have them too.
             path = checkpoint_path if is_committed(checkpoint_path) else None
         if path is None:
-            where = checkpoint_path or self.args.output_dir
+            where = checkpoint_path or self.args.checkpoint_place
             raise CheckpointError(f"{where} is, or holds, no checkpoint that can be loaded")
         if self._saver is not None:
             self._saver.deliver()
-            self._saver.load(Path(path))
+            self._saver.load(self._saver.manager.storage.path_of(path))
             return
         if "model" not in kept_components(self.args):
             raise ConfigError(
@@ -116,6 +118,11 @@ class Checkpointing:
         assert self.strategy is not None
         if self.strategy.before_save is not None:
             self.strategy.before_save()
+        if output_dir is not None and is_url(output_dir):
+            raise ConfigError(
+                f"save_model: output_dir={output_dir!r} is an address; a model folder is written "
+                "to a disk, from where any tool can copy it"
+            )
         target = Path(output_dir or self.args.output_dir)
         model, ranks = self.strategy.unwrap(), self._ranks()
         with ranks.together("looking at the folder for the model"):
@@ -168,13 +175,14 @@ class Checkpointing:
 
     def set_best_checkpoint(self, best_checkpoint: str) -> None:
         """Say which checkpoint is the best: it is recorded, and kept for the rest of the run."""
-        read_manifest(best_checkpoint)
         manager = self._manager()
+        path = manager.storage.path_of(best_checkpoint)
+        read_manifest(path)
         if self.state.best_model_checkpoint is not None:
             manager.pinned.discard(Path(self.state.best_model_checkpoint).name, "best")
         self.state.best_model_checkpoint = str(best_checkpoint)
-        if Path(best_checkpoint).absolute().parent == manager.output_dir:
-            manager.pinned.add(Path(best_checkpoint).name, "best")
+        if path.absolute().parent == manager.output_dir:
+            manager.pinned.add(path.name, "best")
 
     def keep_checkpoint(self, path: str, owner: str = "") -> None:
         """Retention leaves a checkpoint of `output_dir` alone until every `owner` who keeps it has
@@ -193,12 +201,16 @@ class Checkpointing:
         A path to something that is no checkpoint, or a damaged one, gives None as well.
         """
         # A manager of its own: that of the run does not read again what it has verified.
-        manager = CheckpointManager(self.args.output_dir)
+        manager = CheckpointManager(self.args.checkpoint_place)
         try:
             found = manager.resolve(True if checkpoint_path is None else checkpoint_path)
         except (CheckpointError, ConfigError):
             return None
-        return None if found is None else str(found)
+        if found is None:
+            return None
+        # What is at an address has files here for as long as this manager lives.
+        own = found.parent == manager.output_dir
+        return manager.storage.locate(found) if own else str(found)
 
     def get_state_components(self) -> list[StateComponent]:
         """Every object whose state a checkpoint holds, and how ranks share it."""
@@ -217,7 +229,7 @@ class Checkpointing:
     def _manager(self) -> CheckpointManager:
         if self._saver is not None:
             return self._saver.manager
-        return CheckpointManager(self.args.output_dir, ranks=self._ranks())
+        return CheckpointManager(self.args.checkpoint_place, ranks=self._ranks())
 
 
 def _require_no_model(folder: Path) -> None:

@@ -35,8 +35,6 @@ _MOST_SAMPLES_SCANNED = 10_000
 
 def check_output_dir(output_dir: str | Path) -> None:
     """Refuse an output_dir that cannot be made or written; nothing is made yet."""
-    if "://" in str(output_dir):
-        return
     folder = Path(output_dir).absolute()
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not there.is_dir():

@@ -44,13 +44,25 @@ def check_arguments(
     """Refuse what only torch, the device or the given model can tell, before anything is built."""
     if model is None and model_init is None:
         raise ConfigError("a trainer needs a model: give model=... or model_init=...")
-    checks: list[Callable[[], object]] = [lambda: _check_place(args, model, model_init)]
+    checks: list[Callable[[], object]] = [
+        lambda: _check_place(args, model, model_init),
+        lambda: _check_address(args),
+    ]
     recipe, compiling = args.fp8_recipe, CompileOptions.from_args(args)
     if recipe is not None:
         checks.append(lambda: fp8.check(recipe, device))
     if compiling is not None:
         checks.append(lambda: compiling.check(device))
     check_all(*checks)
+
+
+def _check_address(args: TrainingArguments) -> None:
+    if args.checkpoint_address is not None and args.world_size > 1:
+        raise ConfigError(
+            f"checkpoint_address={args.checkpoint_address!r}: an address is written by one "
+            f"process, not by {args.world_size} ranks; leave it out, and give an output_dir that "
+            "all of them share"
+        )
 
 
 def _check_place(

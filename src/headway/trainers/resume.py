@@ -21,7 +21,6 @@ from headway.args import TrainingArguments
 from headway.checkpoint import CheckpointError, CheckpointManager, Manifest, read_manifest
 from headway.checkpoint.errors import DamagedError
 from headway.checkpoint.jsonfile import read_json_object
-from headway.checkpoint.storage import is_url
 from headway.config.differences import differences
 from headway.config.rules_values import LOADABLE
 from headway.config.snapshot import versions, write_json
@@ -79,12 +78,14 @@ def find_checkpoint(
     manager.clean_leftovers()
     if resume is False:
         listed = manager.list()
-        movable = not is_url(args.output_dir)  # an address has no renames to set things aside by
+        # An address has no renames to set things aside by.
+        movable = args.checkpoint_address is None
+        option = "output_dir" if movable else "checkpoint_address"
         if listed and not (movable and args.overwrite_output_dir):
             way_out = ", or set overwrite_output_dir=True to let this run replace it"
             raise ConfigError(
-                f"resume_from_checkpoint=False, but output_dir already holds "
-                f"{args.output_dir}/{listed[-1].path.name}; choose another output_dir"
+                f"resume_from_checkpoint=False, but {option} already holds "
+                f"{args.checkpoint_place}/{listed[-1].path.name}; choose another {option}"
                 f"{way_out if movable else ''}"
             )
         return None

@@ -90,9 +90,7 @@ def _find_target(manager: CheckpointManager, ranks: Ranks, before_step: int | No
     if before_step is None:
         path = manager.resolve(True)
         if path is None:
-            raise RuntimeError(
-                "a rollback was asked for, but output_dir holds no checkpoint to return to"
-            )
+            raise RuntimeError("a rollback was asked for, but there is no checkpoint to return to")
         return path
     there = [c for c in reversed(manager.list()) if c.kind == "training"]
     names = ranks.share([c.path.name for c in there if c.step <= before_step])
@@ -106,6 +104,6 @@ def _find_target(manager: CheckpointManager, ranks: Ranks, before_step: int | No
         return found
     known = ", ".join(c.path.name for c in reversed(there)) or "none"
     raise RuntimeError(
-        f"a rollback to step {before_step} or an earlier one was asked for, but output_dir holds "
-        f"no intact checkpoint of such a step (there: {known})"
+        f"a rollback to step {before_step} or an earlier one was asked for, but there is no intact "
+        f"checkpoint of such a step (there: {known})"
     )

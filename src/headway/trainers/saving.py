@@ -26,6 +26,7 @@ from headway.checkpoint.background import BackgroundSaver
 from headway.checkpoint.nodes import require_apart
 from headway.checkpoint.replaced import set_aside
 from headway.checkpoint.staged import PendingSave
+from headway.checkpoint.storage import join_location, split_location
 from headway.config.rules_values import LOADABLE
 from headway.data.loader import WindowLoader
 from headway.engine.best import require_metric
@@ -109,7 +110,7 @@ class Saver:
             if self.checkpointer.save_async is not None:
                 self._asynchronous = self.checkpointer.save_async
         self.manager = CheckpointManager(
-            args.output_dir,
+            args.checkpoint_place,
             retention=retention,
             preserve_n_best=num_best,
             greater_is_better=bool(greater),
@@ -139,7 +140,7 @@ class Saver:
         if found is None:
             self._trainer._start_over()
         else:
-            logger.info("resuming from %s", found.path)
+            logger.info("resuming from %s", self._locate(found.path))
         return found
 
     def close(self) -> None:
@@ -328,8 +329,8 @@ class Saver:
         if metrics is not None:
             metric = require_metric(metrics, self._metric_name, self._metric_option)
         if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(
-                Path(trainer.args.output_dir) / f"checkpoint-{state.global_step}"
+            state.best_model_checkpoint = join_location(
+                trainer.args.checkpoint_place, f"checkpoint-{state.global_step}"
             )
         self.last_step = state.global_step
         return self.manager.stage(
@@ -344,29 +345,28 @@ class Saver:
     def save_now(self, path: str | None, checkpoint_id: str | int | None) -> str:
         """Save the current state, to a path or under an id, and wait for the commit."""
         trainer, step = self._trainer, self._trainer.state.global_step
-        own = str(self.manager.output_dir / f"checkpoint-{step}")
-        named = next_checkpoint_path(
-            self.manager.output_dir, step if checkpoint_id is None else checkpoint_id
-        )
-        target = named if path is None else str(path)
-        if Path(target).absolute() == Path(own):
+        place = trainer.args.checkpoint_place
+        named = next_checkpoint_path(place, step if checkpoint_id is None else checkpoint_id)
+        folder, name = split_location(named if path is None else path)
+        is_own = folder == split_location(next_checkpoint_path(place, step))[0]
+        if is_own and name == f"checkpoint-{step}":
             self.save(None)
             self.deliver()
-            return own
+            return self.manager.storage.locate(self.manager.output_dir / name)
         self.write_held()
         self.deliver()
-        place = Path(target).absolute()
         manager = self.manager
-        if place.parent != manager.output_dir:
+        if not is_own:
             manager = CheckpointManager(
-                place.parent,
+                folder,
                 save_total_limit=None,
                 topology={"strategy": trainer.args.strategy_name},
                 ranks=trainer._ranks(),
             )
-        manager.save(self._contents_to_save(), step, name=place.name, permanent=True)
-        trainer.bus.fire("on_save", checkpoint_path=str(place), step=step)
-        return str(place)
+        saved = manager.save(self._contents_to_save(), step, name=name, permanent=True)
+        target = manager.storage.locate(saved)
+        trainer.bus.fire("on_save", checkpoint_path=target, step=step)
+        return target
 
     def components(self) -> list[StateComponent]:
         """What a checkpoint holds besides model and optimizer."""
@@ -378,7 +378,13 @@ class Saver:
         if saved is not None:
             if self._asynchronous:
                 self._record_duration(SAVE_ASYNC_DURATION, saved.duration_s, saved.step)
-            self._trainer.bus.fire("on_save", checkpoint_path=str(saved.path), step=saved.step)
+            where = self._locate(saved.path)
+            self._trainer.bus.fire("on_save", checkpoint_path=where, step=saved.step)
+
+    def _locate(self, path: Path) -> str:
+        """A checkpoint's path, or its address, where it was only read or written here."""
+        own = path.parent == self.manager.output_dir
+        return self.manager.storage.locate(path) if own else str(path)
 
     def finish(self) -> None:
         """At the end of a run: its last save, and one model on all ranks."""
@@ -399,9 +405,8 @@ class Saver:
             logger.error("the last save failed: %s", error)
             return
         if saved is not None:
-            self._trainer.bus.fire_to_all(
-                "on_save", checkpoint_path=str(saved.path), step=saved.step
-            )
+            where = self._locate(saved.path)
+            self._trainer.bus.fire_to_all("on_save", checkpoint_path=where, step=saved.step)
 
     def rescue(self) -> None:
         """Save the current step after an error, if it is sound and not saved yet."""
@@ -432,6 +437,7 @@ class Saver:
         started_s = time.monotonic()
         trainer = self._trainer
         assert trainer.strategy is not None
+        self.manager.storage.fetch(path)
         wanted = self._kept if wanted is None else wanted
         contents = self._contents()
         required = {"model", "optimizer", *(c.key for c in contents.components if c.required)}
@@ -454,7 +460,7 @@ class Saver:
         self.last_step = trainer.state.global_step
         seconds = time.monotonic() - started_s
         self._record_duration(LOAD_DURATION, seconds, trainer.state.global_step)
-        trainer.bus.fire("on_load", path=str(loaded.path))
+        trainer.bus.fire("on_load", path=self._locate(loaded.path))
         return loaded
 
     def resume(self, found: Found) -> None:

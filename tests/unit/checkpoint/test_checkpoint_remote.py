@@ -90,7 +90,7 @@ def test_an_upload_that_is_cut_short_at_any_point_leaves_the_old_or_the_new(addr
         point += 1
         manager = CheckpointManager(address)
         left = [point]
-        fs = manager._storage._fs
+        fs = manager.storage._fs
 
         def tick(name, fs=fs, left=left):
             original = getattr(type(fs), name)
@@ -198,7 +198,7 @@ def test_the_functions_take_an_address(address):
 
 def test_a_short_upload_is_an_error_and_leaves_nothing(address, monkeypatch):
     manager = CheckpointManager(address)
-    fs = manager._storage._fs
+    fs = manager.storage._fs
     put = fs.put_file
 
     def short(local, remote, **options):

@@ -80,14 +80,13 @@ def test_false_starts_afresh_only_when_told_to_overwrite(tmp_path):
     assert not (tmp_path / "run" / "resume-2.json").exists()
 
 
-def test_a_fresh_start_at_a_used_address_deletes_nothing(tmp_path, monkeypatch):
+def test_a_fresh_start_at_a_used_address_deletes_nothing(tmp_path):
     pytest.importorskip("fsspec")
-    monkeypatch.chdir(tmp_path)
-    address = f"file://{tmp_path}/bucket"
-    make(address, 4).train()
+    place = {"checkpoint_address": f"file://{tmp_path}/bucket"}
+    make(tmp_path / "first", 4, **place).train()
     fresh = {"resume_from_checkpoint": False, "overwrite_output_dir": True}
-    with pytest.raises(ConfigError, match=r"bucket/checkpoint-4; choose another output_dir$"):
-        make(address, 6, save_total_limit=1, **fresh).train()
+    with pytest.raises(ConfigError, match=r"checkpoint-4; choose another checkpoint_address$"):
+        make(tmp_path / "second", 6, save_total_limit=1, **place, **fresh).train()
     assert [verify(tmp_path / "bucket" / f"checkpoint-{step}") for step in (2, 4)] == [[], []]
 
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from headway.callbacks.save.checkpointer import find_checkpointer
 from headway.callbacks.watch.ranges import require_count
+from headway.checkpoint.storage import join_location, split_location
 from headway.engine.state import TrainerControl, TrainerState
 from headway.errors import ConfigError, unknown
 
@@ -101,11 +101,9 @@ class Recovery:
     def note_save(self, step: int, path: str, trainer: Any) -> None:
         """A checkpoint was committed; whether it is a good one is not known yet. An average of
         weights beside it, or a copy elsewhere, is nothing to return to."""
-        from headway.checkpoint import next_checkpoint_path
-
-        own = Path(next_checkpoint_path(trainer.args.output_dir, step))
-        if Path(path).absolute() == own.absolute():
-            self._saves.append((step, own.name))
+        own = (_own_folder(trainer), f"checkpoint-{step}")
+        if split_location(path) == own:
+            self._saves.append((step, own[1]))
 
     def note_good(self, step: int, trainer: Any) -> None:
         """All was well at a step: the newest checkpoint up to there stays until a newer one is
@@ -128,9 +126,10 @@ class Recovery:
         if self.good is not None and self.good[0] > step:
             trainer.release_checkpoint(self.good[1], self._keeper)
             self.good = None
-        own = Path(path).absolute().parent == Path(trainer.args.output_dir).absolute()
+        folder, name = split_location(path)
+        own = folder == _own_folder(trainer)
         if own and trainer.args.load_components is None:  # else the step is not the checkpoint's
-            loaded = (step, Path(path).name)
+            loaded = (step, name)
             if loaded != self.good and loaded not in self._saves:
                 self._saves.append(loaded)
             self._held = loaded[1]
@@ -225,3 +224,8 @@ def _check_factor(owner: str, given: Any) -> None:
             f"{owner}: learning_rate_factor: {given!r} given; allowed: a number above 0 and at "
             f"most 1, or none"
         )
+
+
+def _own_folder(trainer: Any) -> str:
+    """Where the run's checkpoints are."""
+    return split_location(join_location(trainer.args.checkpoint_place, "checkpoint"))[0]

@@ -113,7 +113,6 @@ class HFConverterCallback(TrainerCallback):
             self._check_run(args, trainer)
 
     def _check_run(self, args: Any, trainer: Any) -> None:
-        from headway.checkpoint.storage import is_url
         from headway.models.hf import hf_config_of
 
         saves = args.save_strategy != "no" or args.save_every is not None
@@ -122,10 +121,10 @@ class HFConverterCallback(TrainerCallback):
                 "HFConverterCallback: the run saves no checkpoint to convert "
                 "(save_strategy='no', and no CheckpointerCallback)"
             )
-        if is_url(args.output_dir):
+        if args.checkpoint_address is not None:
             raise ConfigError(
-                f"HFConverterCallback: output_dir={args.output_dir!r} is an address, and the files "
-                "of its checkpoints are not here; use: headway finalize"
+                f"HFConverterCallback: checkpoint_address={args.checkpoint_address!r} is where the "
+                "checkpoints are, and their files are not here; use: headway finalize"
             )
         kept = getattr(args, "checkpoint_components", None)
         if kept is not None and "model" not in kept:

@@ -1,0 +1,157 @@
+"""Checkpoints at an address: the trainer keeps them there, and its own files in a folder."""
+
+from __future__ import annotations
+
+import json
+import uuid
+
+import pytest
+import torch
+
+from headway import TrainerCallback
+from headway.callbacks import DivergenceDetector
+from headway.checkpoint import find_latest_checkpoint, list_checkpoints
+from headway.cli.main import main
+from headway.errors import ConfigError
+from headway.testing import tiny_trainer
+from headway.trainers.preparation import check_arguments
+
+fsspec = pytest.importorskip("fsspec")
+
+
+@pytest.fixture(params=["memory", "file"])
+def address(request, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where a folder called `memory:` would be
+    yield f"memory://{uuid.uuid4().hex}" if request.param == "memory" else f"file://{tmp_path}/far"
+    fsspec.filesystem("memory").store.clear()
+
+
+class Listener(TrainerCallback):
+    def __init__(self):
+        self.heard = []
+
+    def on_save(self, checkpoint_path):
+        self.heard.append(checkpoint_path)
+
+    def on_load(self, path):
+        self.heard.append(path)
+
+
+def make(address, steps, callbacks=(), **arguments):
+    return tiny_trainer(
+        ".",
+        callbacks,
+        checkpoint_address=address,
+        max_steps=steps,
+        save_strategy="steps",
+        save_steps=2,
+        **{"save_total_limit": None, **arguments},
+    )
+
+
+def steps_at(address):
+    return [found.step for found in list_checkpoints(address)]
+
+
+def test_a_run_leaves_its_checkpoints_there_and_its_files_here(address, tmp_path):
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    first = make(address, 4, **evaluated)
+    first.train()
+    assert steps_at(address) == [2, 4]
+    assert {path.name for path in tmp_path.iterdir()} <= {"out", "far"}
+    assert not list(tmp_path.glob("out/checkpoint-*"))
+    assert (tmp_path / "out" / "run" / "config.json").is_file()
+    best = first.state.best_model_checkpoint
+    assert best in (f"{address}/checkpoint-2", f"{address}/checkpoint-4")
+
+    listener = Listener()
+    second = make(address, 6, [listener], save_total_limit=1)
+    assert second.train().global_step == 6
+    assert listener.heard == [f"{address}/checkpoint-4", f"{address}/checkpoint-6"]
+    assert steps_at(address) == [6]
+
+
+def test_checkpoints_are_saved_and_loaded_on_request(address, tmp_path):
+    trainer = make(address, 2)
+    trainer.train()
+    assert trainer.save_checkpoint(checkpoint_id=7) == f"{address}/checkpoint-7"
+    assert trainer.save_checkpoint(f"{address}-else/checkpoint-9") == f"{address}-else/checkpoint-9"
+    again = trainer.save_checkpoint()
+    assert again.startswith(f"{address}/checkpoint-2.again-"), "nothing there is overwritten"
+    assert trainer.resolve_checkpoint_path(None) == again
+    trainer.set_best_checkpoint(f"{address}/checkpoint-7")
+    expected = [value.clone() for value in trainer.model.parameters()]
+    for path in (None, f"{address}/checkpoint-7"):
+        with torch.no_grad():
+            for value in trainer.model.parameters():
+                value.zero_()
+        trainer.load_checkpoint(path)
+        assert all(map(torch.equal, trainer.model.parameters(), expected))
+    weights = make(address, 2)
+    weights.load_checkpoint()
+    assert all(map(torch.equal, weights.model.parameters(), expected))
+    with pytest.raises(ConfigError, match="is an address; a model folder is written to a disk"):
+        trainer.save_model(f"{address}/model")
+    assert {path.name for path in tmp_path.iterdir()} <= {"out", "far", "far-else"}
+
+
+class Spike(TrainerCallback):
+    """Makes one loss of the first time through look like a run that went wrong."""
+
+    def on_metrics(self, step, metrics, trainer):
+        if step == 6 and not getattr(trainer, "spiked", False):
+            trainer.spiked = True
+            metrics["loss"] = 1e6
+
+
+def test_a_guard_returns_to_a_checkpoint_at_an_address(address):
+    listener = Listener()
+    guard = DivergenceDetector(
+        action="rollback", threshold=1e3, patience=1, warmup=1, smoothing=1.0
+    )
+    trainer = make(address, 8, [Spike(), guard, listener], metrics_collect_interval=1)
+    assert trainer.train().global_step == 8
+    assert f"{address}/checkpoint-4" in listener.heard
+    assert guard.recovery.good is not None, "it knows the run's checkpoints"
+
+
+def test_several_ranks_are_refused_by_the_name_of_the_option():
+    args = tiny_trainer(".", checkpoint_address="memory://bucket/run").args
+    args._world_size = 2
+    with pytest.raises(ConfigError, match="checkpoint_address='memory://bucket/run': an address"):
+        check_arguments(args, torch.nn.Linear(1, 1), None, torch.device("cpu"))
+
+
+RUN = """\
+model: {vocab_size: 258, hidden_size: 16, num_layers: 1, num_heads: 2, max_seq_len: 32}
+data:
+  train:
+    class_path: SyntheticDataset
+    init_args: {num_samples: 100, sequence_length: 16, vocab_size: 258}
+args: {output_dir: out, seed: 1, use_cpu: true, max_steps: 2, per_device_train_batch_size: 2}
+"""
+
+
+def test_the_command_says_where_the_checkpoint_is(address, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(RUN)
+    assert main(["train", "run.yaml", f"--args.output_dir={address}"]) == 2
+    told = capsys.readouterr().err
+    assert f"set checkpoint_address='{address}'" in told and "Traceback" not in told
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+    assert main(["train", "run.yaml", f"--args.checkpoint_address={address}"]) == 0
+    assert f"headway finalize {address}/checkpoint-2" in capsys.readouterr().out
+    assert main(["train", "run.yaml", "--json", f"--args.checkpoint_address={address}"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoint"] == find_latest_checkpoint(address)
+
+
+class Fail(TrainerCallback):
+    def on_step_end(self, state):
+        if state.global_step == 3:
+            raise ValueError("the third step is wrong")
+
+
+def test_a_post_mortem_names_the_checkpoint_at_the_address(address, tmp_path):
+    with pytest.raises(ValueError, match="third step"):
+        make(address, 4, [Fail()]).train()
+    told = json.loads((tmp_path / "out" / "post_mortem.json").read_text())
+    assert told["checkpoint"] == {"path": f"{address}/checkpoint-2", "step": 2}
