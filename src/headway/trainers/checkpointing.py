@@ -125,6 +125,8 @@ class Checkpointing:
             )
         target = Path(output_dir or self.args.output_dir)
         model, ranks = self.strategy.unwrap(), self._ranks()
+        if ranks.world_size > 1 and self._saver is not None:
+            self._saver.deliver()  # a save that is being written talks over the same group
         with ranks.together("looking at the folder for the model"):
             # By one rank: another might look when the first has begun to write.
             if ranks.leads and not overwrite_output_dir:
@@ -141,8 +143,6 @@ class Checkpointing:
         """Every rank writes what it holds, so that none has to hold the model."""
         assert self.strategy is not None
         model, ranks = self.strategy.unwrap(), self._ranks()
-        if self._saver is not None:
-            self._saver.deliver()  # a save that is being written talks over the same group
         adapted = has_adapters(model)
         tokenizer_saver = getattr(self.processing_class, "save_pretrained", None)
         contents = CheckpointContents(
