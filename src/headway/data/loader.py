@@ -365,7 +365,8 @@ class WindowLoader:
                 raise ConfigError(
                     f"the dataset is empty: it gave no sample in epoch {self.epoch}{again}"
                 )
-            # The stream ended exactly where the last epoch was cut.
+            # The stream ended exactly where the last epoch was cut; this is a pass of this one.
+            self._tell_epoch()
             return self._read_stream(stream, limit)
         self._stream_ended = not stream.is_open
         return chunks

@@ -147,6 +147,34 @@ def test_ranks_share_a_stream_in_order():
     assert {loader.position for loader in loaders} == {19}
 
 
+@pytest.mark.parametrize("epoch_batches", [None, 1, 3])
+def test_after_a_resume_at_the_end_of_a_pass_the_next_one_has_its_own_order(epoch_batches):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"n": list(range(11))})
+
+    def make():  # the order of its shards is another one in each epoch
+        data = table.to_iterable_dataset(num_shards=3)
+        return WindowLoader(data, batch_size=4, accumulation=2, epoch_batches=epoch_batches)
+
+    def read(loader, note=lambda num_seen: None):
+        seen = []
+        while loader.epoch < 5:
+            for window in loader.windows():
+                seen.append([batch["n"].tolist() for batch in window.micro_batches])
+                note(len(seen))
+            loader.start_epoch(loader.epoch + 1)
+            note(len(seen))
+        return seen
+
+    loader, states = make(), []
+    whole = read(loader, lambda num: states.append((num, json.dumps(loader.state_dict()))))
+    assert len({str(window) for window in whole}) > 3
+    for num_seen, state in states:
+        again = make()
+        again.load_state_dict(json.loads(state))
+        assert read(again) == whole[num_seen:], state
+
+
 def test_unsized_lengths_and_assumed_epochs():
     loader = WindowLoader(Plain(), batch_size=3)
     assert loader.num_windows is None
