@@ -1,4 +1,4 @@
-"""Which evaluation was the best so far."""
+"""Which evaluation was the best so far, and whether there was one of where a run stands."""
 
 from __future__ import annotations
 
@@ -26,3 +26,10 @@ def update_best(state: TrainerState, args: TrainingArguments, metrics: Mapping[s
     state.best_metric = value
     state.best_global_step = state.global_step
     return True
+
+
+def evaluated_step(state: TrainerState) -> int:
+    """Where the run stands, if the evaluation of that step is in its history; else -1."""
+    step = state.global_step
+    done = any(log.get("step") == step and "eval_runtime" in log for log in state.log_history)
+    return step if done else -1

@@ -525,3 +525,24 @@ def test_a_difference_inside_a_list_is_named_by_its_place():
         ("optimizer_groups.0.lr", 1.0, 2.0),
         ("optimizer_groups.1.pattern", "b", "absent"),
     ]
+
+
+def test_a_run_that_is_complete_is_not_evaluated_again(tmp_path):
+    def run(max_steps, **changes):
+        args = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=max_steps, seed=1, use_cpu=True, save_steps=3,
+            eval_strategy="steps", eval_steps=2, **changes,
+        )  # fmt: skip
+        data = tiny_dataset(16, sequence_length=8)
+        trainer = Trainer(model=tiny_decoder(), args=args, train_dataset=data, eval_dataset=data)
+        trainer.train()
+        logged = map(json.loads, (tmp_path / "trainer_logs.jsonl").read_text().splitlines())
+        records = [log["global_step"] for log in logged if "eval_loss" in log]
+        history = [log["step"] for log in trainer.state.log_history if "eval_loss" in log]
+        return history, records
+
+    assert run(5) == ([2, 4, 5], [2, 4, 5])
+    assert run(5) == ([2, 4, 5], [2, 4, 5])
+    assert run(6) == ([2, 4, 5, 6], [2, 4, 5, 6])
+    for _ in range(2):  # no checkpoint has that one
+        assert run(7, save_strategy="no") == ([2, 4, 5, 6, 7], [2, 4, 5, 6, 7])
