@@ -66,8 +66,16 @@ class PadCollator:
                 if item.keys() != keys:
                     raise ConfigError(_describe_keys(items))
         if "input_ids" not in keys:
-            return {key: _stack(key, [_as_array(item[key]) for item in items]) for key in keys}
+            batch = {key: _stack(key, [_as_array(item[key]) for item in items]) for key in keys}
+            return self._name_labels(batch)
         return self._collate_tokens(items, list(keys))
+
+    def _name_labels(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Where inputs are no labels, those are what a sample has as `label` or `label_ids`."""
+        named = next((key for key in ("label", "label_ids") if key in batch), None)
+        if not self.causal_labels and named is not None and "labels" not in batch:
+            batch["labels"] = batch.pop(named)
+        return batch
 
     def _collate_tokens(self, items: Sequence[Mapping[str, Any]], keys: list[str]) -> Any:
         rows = [_as_array(item["input_ids"]) for item in items]
@@ -116,9 +124,7 @@ class PadCollator:
                 labels[documents < 0] = self.label_pad
                 labels[:, 1:][documents[:, 1:] != documents[:, :-1]] = self.label_pad
             batch["labels"] = labels
-        named = next((key for key in ("label", "label_ids") if key in batch), None)
-        if not self.causal_labels and named is not None and "labels" not in batch:
-            batch["labels"] = batch.pop(named)
+        self._name_labels(batch)
         mask, labels = batch.get("loss_mask"), batch.get("labels")
         if mask is not None and labels is not None and mask.shape == labels.shape:
             batch["labels"] = labels.masked_fill(mask == 0, self.label_pad)
@@ -134,9 +140,13 @@ def _as_array(value: Any) -> Any:
     if isinstance(value, (str, bytes)) or value is None:
         return value
     try:
-        return np.asarray(value)
+        array = np.asarray(value)
     except ValueError:
         return value
+    if array.dtype == np.float64 and torch.get_default_dtype() != torch.float64:
+        # Numbers of Python have no type of their own: torch's, as weights have, not numpy's.
+        return array if isinstance(value, np.generic) else array.astype(np.float32)
+    return array
 
 
 def _is_single(value: Any) -> bool:

@@ -38,6 +38,28 @@ def test_every_known_key_has_its_padding():
     assert batch["document_ids"].dtype == torch.int32
 
 
+def test_floats_of_python_are_of_torchs_default_type():
+    rows = [{"x": [0.5, float(n)], "deep": [[0.5], [1.5]], "labels": 0.5 * n} for n in range(2)]
+    batch = default_collator(rows)
+    assert {value.dtype for value in batch.values()} == {torch.float32}
+    assert batch["labels"].tolist() == [0.0, 0.5]
+    beside_ids = default_collator([{"input_ids": [1, 2], "labels": [0.0, 1.0]}] * 2)
+    assert beside_ids["labels"].dtype == torch.float32
+    own = default_collator([{"x": np.array([0.5]), "y": np.float64(0.5)}] * 2)
+    assert {value.dtype for value in own.values()} == {torch.float64}  # somebody chose it
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert default_collator(rows)["x"].dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_samples_without_token_ids_have_labels_too():
+    rows = [{"pixel_values": [0.5, 1.0], "label": n} for n in range(2)]
+    assert PadCollator(causal_labels=False)(rows)["labels"].tolist() == [0, 1]
+    assert "labels" not in default_collator(rows)
+
+
 def test_equal_lengths_need_no_mask():
     batch = default_collator([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}])
     assert set(batch) == {"input_ids", "labels"}
