@@ -59,7 +59,10 @@ def vocabulary_size(model: nn.Module) -> int | None:
 def longest_sequence(model: nn.Module) -> int | None:
     """How many positions the model takes, if it tells."""
     config = getattr(model, "config", None)
-    for name in ("max_seq_len", "max_position_embeddings", "n_positions"):
+    names = ["max_seq_len", "max_position_embeddings", "n_positions"]
+    if getattr(config, "relative_attention_num_buckets", None):
+        names.remove("n_positions")  # T5's counts nothing: it knows places by their distance
+    for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int):
             return value

@@ -126,3 +126,21 @@ def test_texts_that_nobody_has_tokenised_are_told(tmp_path, tokenizer, data):
     for given in ({"data_collator": collator}, {"processing_class": tokenizer}):
         with pytest.raises(ConfigError, match=r"train_dataset.* text.*LlamaForCausalLM.*input_ids"):
             train(tmp_path, llama(), texts, **given)
+
+
+def test_a_classifier_of_pictures_is_given_lists_of_numbers_and_the_column_label(tmp_path):
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = transformers.ViTConfig(**shape, num_attention_heads=2, image_size=4, patch_size=2)
+    samples = [{"pixel_values": [[[0.5] * 4] * 4] * 3, "label": n % 2} for n in range(8)]
+    rows = datasets.Dataset.from_list(samples)
+    assert train(tmp_path, transformers.ViTForImageClassification(config), rows).global_step == 2
+
+
+def test_a_model_that_knows_places_by_their_distance_takes_texts_of_any_length(tmp_path):
+    shape = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    config = transformers.T5Config(
+        vocab_size=32, decoder_start_token_id=0, n_positions=4, **shape
+    )  # as the folders on the Hub have it
+    rows = [{"input_ids": [3] * 9, "labels": [4] * 6}] * 4
+    model = transformers.T5ForConditionalGeneration(config)
+    assert train(tmp_path, model, rows).global_step == 2
