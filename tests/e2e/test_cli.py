@@ -441,6 +441,16 @@ def test_generate_without_a_temperature_names_its_own_option(
     assert main([*words, "--greedy"]) == 0
 
 
+def test_a_seed_that_no_generator_takes_and_data_without_text_are_told(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "out", "--prompt", "a", "--max-new-tokens=1", f"--seed={2**64}"]) == 2
+    assert f"--seed: must lie in [-2^63, 2^64 - 1], got {2**64}" in capsys.readouterr().err
+    (here / "nothing.txt").write_text("")
+    assert main(["eval", "out", "--data", "nothing.txt"]) == 2
+    assert "--data: there is no text in nothing.txt" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_not_there_is_named_with_its_option(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -212,5 +212,7 @@ def open_data(
     documents = list(reader)
     if reader.damaged_files:
         logger.warning(DAMAGED, len(reader.damaged_files), list_some(reader.damaged_files))
+    if not any(documents):
+        raise ConfigError(f"--data: there is no text in {', '.join(paths)}")
     text_data = TextDataset(documents, tokenizer, length)  # type: ignore[arg-type]
     return text_data, reader.num_bytes, text_data.num_tokens

@@ -39,6 +39,8 @@ def run(options: argparse.Namespace) -> int:
             f"--temperature: must be above 0, got {options.temperature:g}; "
             f"for the likeliest token at every place give --greedy"
         )
+    if options.seed is not None and not -(2**63) <= options.seed < 2**64:
+        raise ConfigError(f"--seed: must lie in [-2^63, 2^64 - 1], got {options.seed}")
     folder = find_model_folder(options.dir)
     tokenizer = load_folder_tokenizer(folder, options.tokenizer)
     device = resolve_device(options.device)

@@ -325,7 +325,8 @@ class TextDataset(_PackedDataset):
         encoded = encode_documents(self.tokenizer, documents, with_eos)
         parts = [np.asarray(ids, dtype=np.uint32) for ids in encoded if len(ids)]
         if not parts:
-            raise ConfigError("texts: the dataset is empty, there is no text in it")
+            option = "texts" if files is None else "files"
+            raise ConfigError(f"{option}: the dataset is empty, there is no text in it")
         self.tokens = np.concatenate(parts)
         offsets = np.cumsum([0, *map(len, parts)]).astype(np.int64)
         packs = None

@@ -61,6 +61,8 @@ class WindowLoader:
 
     A stream, or a loader of batches, is dealt out to the ranks like any other data; where
     `is_sharded` finds that it gives each rank its own share, this rank reads it whole.
+
+    `option` is what the user calls the dataset, for errors.
     """
 
     def __init__(
@@ -81,9 +83,11 @@ class WindowLoader:
         world_size: int = 1,
         set_epoch: bool = True,
         epoch_batches: int | None = None,
+        option: str | None = None,
     ) -> None:
         check_numbers(batch_size, accumulation, num_workers, rank, world_size, epoch_batches)
         self.dataset = dataset
+        self._option = "" if option is None else f"{option}: "
         self.seed = int(seed)
         self.shuffle = shuffle
         self.epoch = 0
@@ -363,7 +367,8 @@ class WindowLoader:
             if from_start:
                 again = " (a generator can be read only once)" if self.epoch else ""
                 raise ConfigError(
-                    f"the dataset is empty: it gave no sample in epoch {self.epoch}{again}"
+                    f"{self._option}the dataset is empty: it gave no sample in epoch "
+                    f"{self.epoch}{again}"
                 )
             # The stream ended exactly where the last epoch was cut; this is a pass of this one.
             self._tell_epoch()
@@ -471,11 +476,13 @@ class WindowLoader:
 
     def _check_size(self, num_samples: int) -> None:
         if num_samples == 0:
-            raise ConfigError(f"the dataset is empty ({type(self.dataset).__name__} of length 0)")
+            raise ConfigError(
+                f"{self._option}the dataset is empty ({type(self.dataset).__name__} of length 0)"
+            )
         if self.deal.usable(num_samples) == 0:
             raise ConfigError(
-                f"drop_last leaves nothing: the dataset has {num_samples} samples, less than "
-                f"batch_size {self.deal.batch_size} on {self.deal.world_size} rank(s)"
+                f"{self._option}drop_last leaves nothing: the dataset has {num_samples} samples, "
+                f"less than batch_size {self.deal.batch_size} on {self.deal.world_size} rank(s)"
             )
 
 

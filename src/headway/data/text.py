@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from headway.data.tokens import TokenFile, TokenFileWriter
+from headway.data.tokens import MAGIC, TokenFile, TokenFileWriter
 from headway.errors import ConfigError, unknown
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,8 @@ class DocumentReader:
     def __post_init__(self) -> None:
         if self.format is not None and self.format not in FORMATS:
             raise ConfigError(unknown("format", self.format, FORMATS))
-        if not self.inputs:
+        # An empty name is the current folder to a Path, and nobody means that by it.
+        if not self.inputs or any(str(path) == "" for path in self.inputs):
             raise ConfigError(f"{self.option}: no file or folder was given")
         missing = [str(path) for path in self.inputs if not Path(path).exists()]
         if missing:
@@ -89,6 +90,11 @@ class DocumentReader:
         else:
             with _open(path) as file:
                 raw = file.read()
+            if raw.startswith(MAGIC):
+                raise ConfigError(
+                    f"{self.option}: {path} is a token file, not a text; TokenDataset(paths=...) "
+                    "reads it"
+                )
             self.num_bytes += len(raw)
             yield self._decoded(raw, path)
 

@@ -268,6 +268,7 @@ class Trainer(
                 if training and not has_length(dataset)
                 else None
             ),
+            option=option,
         )
         check_data_fits(model, loader, option, self.processing_class)
         return loader

@@ -145,3 +145,21 @@ def test_inspect(corpus, tmp_path):
     assert [sample["text"] for sample in facts["samples"]] == ["caf\ufffd", "bee"]
     assert facts["document_tokens"]["min"] == 4
     json.dumps(facts)
+
+
+def test_a_token_file_is_no_text(corpus, tmp_path):
+    tokens = tmp_path / "corpus.hwt"
+    prepare_tokens(corpus, tokens)
+    with pytest.raises(ConfigError, match=r"inputs: .*corpus.hwt is a token file.*TokenDataset"):
+        prepare_tokens(tokens, tmp_path / "again.hwt")
+    with pytest.raises(ConfigError, match=r"files: .*corpus.hwt is a token file"):
+        TextDataset(files=tokens, sequence_length=4)
+
+
+def test_no_text_is_told_by_the_option_that_was_to_give_it(tmp_path):
+    for none in ("", [], [""]):  # the first would be the current folder, with all that is in it
+        with pytest.raises(ConfigError, match="files: no file or folder was given"):
+            TextDataset(files=none, sequence_length=4)
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(ConfigError, match="files: the dataset is empty"):
+        TextDataset(files=tmp_path, sequence_length=4)
