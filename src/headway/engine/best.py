@@ -28,8 +28,9 @@ def update_best(state: TrainerState, args: TrainingArguments, metrics: Mapping[s
     return True
 
 
-def evaluated_step(state: TrainerState) -> int:
-    """Where the run stands, if the evaluation of that step is in its history; else -1."""
-    step = state.global_step
-    done = any(log.get("step") == step and "eval_runtime" in log for log in state.log_history)
-    return step if done else -1
+def evaluation_of_step(state: TrainerState) -> dict[str, float] | None:
+    """What the history of a run has of an evaluation of the step where it stands."""
+    for log in reversed(state.log_history):
+        if log.get("step") == state.global_step and "eval_runtime" in log:
+            return {name: value for name, value in log.items() if name not in ("step", "epoch")}
+    return None

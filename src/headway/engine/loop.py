@@ -14,7 +14,7 @@ import torch
 
 from headway.dist.agreement import exchange
 from headway.dist.forced_end import at_forced_end
-from headway.engine.best import evaluated_step, update_best
+from headway.engine.best import evaluation_of_step, update_best
 from headway.engine.delivery import MetricDelivery, NonFiniteError
 from headway.engine.flushing import Flusher
 from headway.engine.last_metrics import dump_last_metrics
@@ -61,9 +61,9 @@ class TrainingLoop:
             parts.state.train_seconds,
             stands=not parts.state.is_world_process_zero,
         )
-        self._done = False
-        self._evaluated_step, self._saved_step = evaluated_step(parts.state), -1
-        self._last_metrics: dict[str, float] | None = None
+        self._done, self._saved_step = False, -1
+        self._last_metrics = evaluation_of_step(parts.state)  # if it is resumed
+        self._evaluated_step = parts.state.global_step if self._last_metrics else -1
         self._stepped = False
         self._last_step = LastStep(parts.loader, parts.bus, active=parts.args.save_on_error)
         self.stepper = Stepper(parts, self._last_step)

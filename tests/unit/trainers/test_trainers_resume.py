@@ -542,7 +542,10 @@ def test_a_run_that_is_complete_is_not_evaluated_again(tmp_path):
         return history, records
 
     assert run(5) == ([2, 4, 5], [2, 4, 5])
+    first = read_manifest(tmp_path / "checkpoint-5")
     assert run(5) == ([2, 4, 5], [2, 4, 5])
+    again = read_manifest(tmp_path / "checkpoint-5")
+    assert again.metrics["eval_loss"] == first.metrics["eval_loss"]
     assert run(6) == ([2, 4, 5, 6], [2, 4, 5, 6])
     for _ in range(2):  # no checkpoint has that one
         assert run(7, save_strategy="no") == ([2, 4, 5, 6, 7], [2, 4, 5, 6, 7])
