@@ -77,9 +77,17 @@ def predicts_next_token(model: nn.Module) -> bool:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
     if getattr(model, "loss_type", None) is None:
-        return True
+        # transformers knows no name for the loss: of its own models those that make one themselves
+        # (tokens that were replaced, choices, next sentences) mean something else by labels.
+        own = type(model).__module__.startswith("transformers.models.")
+        return not own or _asks_for_its_loss(model)
     # Not by its type: models of pictures and text have one of their own, and the same function.
     return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
+
+
+def _asks_for_its_loss(model: nn.Module) -> bool:
+    """Whether its forward calls transformers' `loss_function`, and does not make a loss itself."""
+    return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
 
 
 def other_loss_of(model: nn.Module) -> str | None:
@@ -89,8 +97,7 @@ def other_loss_of(model: nn.Module) -> str | None:
     function = getattr(model, "loss_function", None)
     if function is None or not hasattr(model, "loss_type"):
         return None
-    called = inspect.unwrap(type(model).forward)
-    if "loss_function" not in called.__code__.co_names:
+    if not _asks_for_its_loss(model):
         return "one that its forward makes"
     name = getattr(function, "__name__", repr(function))
     return None if name == "ForCausalLMLoss" else str(name)

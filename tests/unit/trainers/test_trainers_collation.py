@@ -7,6 +7,7 @@ import torch
 
 from headway import Trainer, TrainingArguments
 from headway.errors import ConfigError
+from headway.models.hf import predicts_next_token
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -98,6 +99,32 @@ def test_inputs_are_no_labels_of_a_model_that_does_not_predict_the_next_token(
     plain = data.remove_columns(["text", "tags", "label"])
     with pytest.raises(ConfigError, match=f"{kind} returns no loss.*add labels"):
         train(tmp_path, bert(kind), plain, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(("kind", "predicts"), [
+    ("BertForMultipleChoice", False), ("BertForNextSentencePrediction", False),
+    ("BertLMHeadModel", True), ("BertForMaskedLM", False),
+])  # fmt: skip
+def test_a_loss_without_a_name_is_judged_by_who_makes_it(kind, predicts):
+    assert predicts_next_token(bert(kind)) == predicts
+
+
+def test_tokens_that_were_replaced_are_no_next_tokens():
+    sizes = SIZES | {"embedding_size": 16}
+    electra = transformers.ElectraForPreTraining(transformers.ElectraConfig(**sizes))
+    assert not predicts_next_token(electra)
+    gpt2 = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32)
+    assert predicts_next_token(transformers.GPT2LMHeadModel(gpt2))
+
+
+def test_a_model_of_ones_own_that_does_not_tell_predicts_the_next_token():
+    class Own(transformers.PreTrainedModel):
+        config_class = transformers.LlamaConfig
+
+        def forward(self, input_ids, labels=None):
+            return input_ids
+
+    assert predicts_next_token(Own(transformers.LlamaConfig(**SIZES)))
 
 
 def test_nor_of_an_encoder_and_a_decoder(tmp_path, tokenizer, data):
