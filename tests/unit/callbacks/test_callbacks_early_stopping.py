@@ -120,6 +120,21 @@ def test_its_count_survives_a_resume(tmp_path: Path) -> None:
     assert run(tmp_path, [2.0, 9.0], EarlyStoppingCallback(3), **options).state.global_step == 4
 
 
+def test_a_run_that_it_stopped_stays_stopped(tmp_path: Path) -> None:
+    arguments = {"save_strategy": "steps", "save_steps": 1, "resume_from_checkpoint": True}
+
+    def start(patience: int, values: list[float]) -> Any:
+        return run(tmp_path, values, EarlyStoppingCallback(patience), max_steps=7, **arguments)
+
+    first = start(2, LOSSES)
+    assert first.state.global_step == 5
+    again = start(2, [])
+    assert again.state.global_step == 5 and again.state.outcome == "stopped"
+    assert again.bus.stopped_by == ("EarlyStoppingCallback", "on_train_begin", "stop")
+    more = start(3, LOSSES[5:])
+    assert more.state.global_step == 7
+
+
 def test_the_state_of_transformers_callback_is_understood() -> None:
     early = EarlyStoppingCallback(3)
     early.load_state_dict(

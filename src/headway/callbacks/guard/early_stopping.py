@@ -65,9 +65,12 @@ class EarlyStoppingCallback(TrainerCallback):
         self._others: set[str] = set()
         """Metrics of steps that came while the watched one did not."""
 
-    def on_train_begin(self, args: Any, trainer: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, trainer: Any
+    ) -> None:
         self._came = False
         self._others.clear()
+        self._stay_stopped(state, control)
         if self._by_step:
             return
         if not args.do_eval or trainer.eval_dataset is None:
@@ -79,6 +82,24 @@ class EarlyStoppingCallback(TrainerCallback):
             raise ConfigError(
                 f"{self.name} needs evaluations, and {what}; set eval_strategy to 'steps' or "
                 f"'epoch' and give eval_dataset"
+            )
+
+    def _stay_stopped(self, state: TrainerState, control: TrainerControl) -> None:
+        """A run that it has stopped is over, and not trained on when it is started again."""
+        if (
+            state.global_step == 0
+            or self.early_stopping_patience_counter < self.early_stopping_patience
+        ):
+            return
+        control.should_training_stop = True
+        self._came = True
+        if state.is_world_process_zero:
+            logger.warning(
+                "%s: the run was stopped at step %d, after %d in a row without an improvement; "
+                "raise early_stopping_patience to go on",
+                self.name,
+                state.global_step,
+                self.early_stopping_patience_counter,
             )
 
     def on_evaluate(
