@@ -44,8 +44,7 @@ def train_child(folder: str, shared: str, save_async: bool, kill_at: int, max_st
         init(self, output_dir, **{**options, "storage": FaultyStorage(output_dir, fault)})
 
     def watched(self: Any, pending: Any) -> Any:
-        numbers.put("begun", pending.step)
-        numbers.put("in_save", 1)
+        numbers.begin_save(pending.step)
         try:
             return write(self, pending)
         finally:

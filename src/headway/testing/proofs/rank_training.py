@@ -303,8 +303,7 @@ def _watch_saves(plan: Plan, rank: int, numbers: Shared, folder: Path) -> None:
         init(self, output_dir, **{**options, "storage": storage})
 
     def watched(self: Any, pending: Any) -> Any:
-        numbers.put("begun", pending.step)
-        numbers.put("in_save", 1)
+        numbers.begin_save(pending.step)
         path = write(self, pending)
         numbers.put("in_save", 0)
         return path

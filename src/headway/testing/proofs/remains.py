@@ -43,6 +43,12 @@ class Shared:
         """Set one of the numbers."""
         struct.pack_into("<q", self._map, 8 * _PLACES[name], value)
 
+    def begin_save(self, step: int) -> None:
+        """Note the save that is being written from now on; `in_save` is 0 again when it is over."""
+        # In this order: a kill between the two must not leave a save that is begun and over.
+        self.put("in_save", 1)
+        self.put("begun", step)
+
     def get(self, name: str) -> int:
         """`step` (the last finished), `in_save` (whether one was being written), `begun` and
         `saved` (the last save begun and announced), `trained` (steps done), `struck_ns` (when the
