@@ -14,6 +14,7 @@ from typing import Any, Self, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
 from headway.errors import ConfigError, unknown
@@ -268,12 +269,14 @@ class DecoderStack(nn.Module):
             cast(DecoderLayer, layer).chained_forward = layer.__dict__.get("forward")
 
     def _is_chained(self) -> bool:
-        # The blocks are not asked where nobody chained them: a compiler of the whole cannot.
-        return self._chained and all(getattr(layer, "is_chained", False) for layer in self.layers)
+        # A compiler of the whole makes one graph of all blocks by itself.
+        if not self._chained or torch.compiler.is_compiling() or _has_any_global_hook():
+            return False
+        return all(getattr(layer, "is_chained", False) for layer in self.layers)
 
     def _run_chain(self, x: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         # With nothing to add, or with what needs no gradient, the first would be another graph.
-        more = torch.zeros_like(x, dtype=compute_dtype(x)).requires_grad_(x.requires_grad)
+        more = torch.zeros_like(x, dtype=compute_dtype(x), requires_grad=x.requires_grad)
         for layer in self.layers:
             x, more = cast(DecoderLayer, layer).follow(x, more, rope, plan)
         return x + more

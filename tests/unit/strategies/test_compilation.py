@@ -12,6 +12,7 @@ import torch._dynamo
 import torch._functorch.config
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn.modules.module import register_module_forward_hook
 
 from headway import TrainingArguments
 from headway.args import FSDP2TrainingArguments
@@ -85,6 +86,12 @@ def test_a_block_that_others_listen_to_or_have_changed_is_called():
         torch.testing.assert_close(mine, theirs)
     assert len(seen) == 2
     layer.forward = whole
+    everywhere = register_module_forward_hook(lambda module, given, made: seen.append(module))
+    try:
+        run(model)
+    finally:
+        everywhere.remove()
+    assert layer in seen
     put_back(model)
     counters.clear()
     run(model)
@@ -108,6 +115,28 @@ def test_a_chain_of_blocks_has_the_gradients_of_blocks_alone(frozen):
     plain = grads()
     compile_module(model, EAGER)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(grads(), plain))
+
+
+def test_a_chain_of_blocks_can_be_compiled_as_a_whole_and_differentiated_as_a_function():
+    torch.manual_seed(0)
+    model, ids = tiny_decoder(num_layers=3), torch.arange(32).view(2, 16)
+
+    def found():
+        model.zero_grad()
+        model(ids, ids).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    def total(weights):
+        return torch.func.functional_call(model, weights, (ids,)).logits.logsumexp(-1).sum()
+
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    plain, plain_total = found(), torch.func.grad(total)(weights)
+    compile_module(model, CompileOptions(backend="aot_eager"))
+    for name, gradient in torch.func.grad(total)(weights).items():
+        torch.testing.assert_close(gradient, plain_total[name])
+    model.model.compile(backend="eager", fullgraph=True)
+    for name, gradient in found().items():
+        torch.testing.assert_close(gradient, plain[name])
 
 
 def test_a_second_model_of_the_class_has_its_own_graphs():
