@@ -145,8 +145,15 @@ def _as_array(value: Any) -> Any:
         return value
     if array.dtype == np.float64 and torch.get_default_dtype() != torch.float64:
         # Numbers of Python have no type of their own: torch's, as weights have, not numpy's.
-        return array if isinstance(value, np.generic) else array.astype(np.float32)
+        return array if _has_own_type(value) else array.astype(np.float32)
     return array
+
+
+def _has_own_type(value: Any) -> bool:
+    """Whether numbers, in lists too, are numpy's or torch's, of which somebody chose the type."""
+    while isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    return isinstance(value, (np.generic, np.ndarray, torch.Tensor))
 
 
 def _is_single(value: Any) -> bool:

@@ -47,6 +47,8 @@ def test_floats_of_python_are_of_torchs_default_type():
     assert beside_ids["labels"].dtype == torch.float32
     own = default_collator([{"x": np.array([0.5]), "y": np.float64(0.5)}] * 2)
     assert {value.dtype for value in own.values()} == {torch.float64}  # somebody chose it
+    for number in (np.float64(0.5), np.array([0.5]), torch.tensor([0.5], dtype=torch.float64)):
+        assert default_collator([{"x": [number, number]}] * 2)["x"].dtype == torch.float64
     torch.set_default_dtype(torch.float64)
     try:
         assert default_collator(rows)["x"].dtype == torch.float64
