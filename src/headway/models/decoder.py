@@ -269,10 +269,10 @@ class DecoderStack(nn.Module):
             cast(DecoderLayer, layer).chained_forward = layer.__dict__.get("forward")
 
     def _is_chained(self) -> bool:
-        # A compiler of the whole makes one graph of all blocks by itself.
         if not self._chained or torch.compiler.is_compiling() or _has_any_global_hook():
             return False
-        return all(getattr(layer, "is_chained", False) for layer in self.layers)
+        # By their class: what is around a block may hand its attributes on.
+        return all(isinstance(layer, DecoderLayer) and layer.is_chained for layer in self.layers)
 
     def _run_chain(self, x: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         # With nothing to add, or with what needs no gradient, the first would be another graph.

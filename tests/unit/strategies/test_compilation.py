@@ -12,6 +12,7 @@ import torch._dynamo
 import torch._functorch.config
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.modules.module import register_module_forward_hook
 
 from headway import TrainingArguments
@@ -92,6 +93,13 @@ def test_a_block_that_others_listen_to_or_have_changed_is_called():
     finally:
         everywhere.remove()
     assert layer in seen
+    blocks, seen = model.model.layers, []
+    blocks[1] = checkpoint_wrapper(
+        layer, checkpoint_fn=lambda block, *given: seen.append(block) or block(*given)
+    )
+    run(model)
+    assert seen == [layer]  # what is around it has its attributes, and those that chain it
+    blocks[1] = layer
     put_back(model)
     counters.clear()
     run(model)
