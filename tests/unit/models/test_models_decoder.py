@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.errors import ConfigError
-from headway.models import Decoder, DecoderConfig
+from headway.models import Decoder, DecoderConfig, attention
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -122,6 +122,19 @@ def test_padding_does_not_reach_real_tokens() -> None:
         padded = model(ids, attention_mask=mask, position_ids=positions).logits[:, 5:]
         alone = model(ids[:, 5:]).logits
     torch.testing.assert_close(padded, alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_key_heads_written_out_train_as_grouped_ones(
+    masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written out they are on a GPU, for kernels that do not group heads."""
+    model, ids = build(), tokens()
+    options = {"document_ids": torch.arange(24).expand(2, 24) // 9} if masked else {}
+    grouped = gradients(model, ids, ids, **options)
+    monkeypatch.setattr(attention, "_groups_heads", lambda *given, **named: False)
+    for name, found in gradients(model, ids, ids, **options).items():
+        torch.testing.assert_close(found, grouped[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_flex_refuses_to_train_on_a_cpu() -> None:

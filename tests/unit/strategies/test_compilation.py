@@ -147,6 +147,17 @@ def test_a_chain_of_blocks_can_be_compiled_as_a_whole_and_differentiated_as_a_fu
         torch.testing.assert_close(gradient, plain[name])
 
 
+def test_the_norm_that_a_gpu_compiles_is_the_plain_one():
+    torch.manual_seed(0)
+    model = tiny_decoder(num_layers=2)
+    torch.nn.init.normal_(model.model.norm.weight)
+    plain = run(model)
+    compile_module(model, EAGER, device=torch.device("cuda"))
+    for mine, theirs in zip(plain, run(model)):
+        torch.testing.assert_close(mine, theirs)
+    assert num_graphs() == 2  # of the blocks and of the norm
+
+
 def test_a_second_model_of_the_class_has_its_own_graphs():
     for number in range(1, 4):
         model = tiny_decoder(num_layers=2)
