@@ -159,6 +159,65 @@ class Small(nn.Module):
         return {"loss": (self.layer(x) - 1).square().mean()}
 
 
+def train(folder: Path, *callbacks: TrainerCallback, **options: Any) -> list[Tensor]:
+    """Weights after a few steps."""
+    torch.manual_seed(0)
+    model, generator = Small(), torch.Generator().manual_seed(1)
+    settings = {"max_grad_norm": 0.25, **options}
+    Trainer(
+        args=TrainingArguments(
+            output_dir=str(folder),
+            max_steps=5,
+            per_device_train_batch_size=2,
+            weight_decay=0.1,
+            learning_rate=0.05,
+            save_strategy="no",
+            use_cpu=True,
+            seed=0,
+            **settings,
+        ),
+        model=model,
+        train_dataset=[{"x": torch.randn(5, generator=generator)} for _ in range(10)],
+        callbacks=list(callbacks),
+        default_callbacks=False,
+    ).train()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("options", "taken"),
+    [
+        ({}, [2] * 5),
+        ({"optim": "muon"}, [1] * 5),
+        ({"fuse_optim_with_backward": True, "max_grad_norm": 0.0}, [1] * 10),
+    ],
+    ids=["alone", "beside muon", "in the backward pass"],
+)
+def test_runs_with_it_are_those_of_torch(
+    options: dict[str, Any], taken: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`taken`: how many weights each of its steps has."""
+    plain = {name: value for name, value in options.items() if name != "fuse_optim_with_backward"}
+    wanted = train(tmp_path / "torch", **plain)
+    sizes: list[int] = []
+
+    class Noted(KernelStep):
+        @classmethod
+        def of(cls, optimizer: torch.optim.Optimizer) -> Noted | None:  # type: ignore[override]
+            return cls(optimizer) if type(optimizer) is AdamW else None
+
+        def take(self, found_inf: Tensor | None = None) -> None:
+            sizes.append(sum(len(group["params"]) for group in self._optimizer.param_groups))
+            super().take(found_inf)
+
+    for module in (adamw_step, single):
+        monkeypatch.setattr(module, "KernelStep", Noted)
+    found = train(tmp_path / "kernel", **options)
+    assert sizes == taken
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_a_run_that_is_clipped_in_the_step_is_that_of_one_that_is_clipped_before_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -177,33 +236,11 @@ def test_a_run_that_is_clipped_in_the_step_is_that_of_one_that_is_clipped_before
     for module in (adamw_step, single):
         monkeypatch.setattr(module, "KernelStep", Noted)
 
-    def train(folder: str, *callbacks: TrainerCallback) -> list[Tensor]:
-        torch.manual_seed(0)
-        model, generator = Small(), torch.Generator().manual_seed(1)
-        Trainer(
-            args=TrainingArguments(
-                output_dir=str(tmp_path / folder),
-                max_steps=5,
-                per_device_train_batch_size=2,
-                max_grad_norm=0.25,
-                weight_decay=0.1,
-                learning_rate=0.05,
-                save_strategy="no",
-                use_cpu=True,
-                seed=0,
-            ),
-            model=model,
-            train_dataset=[{"x": torch.randn(5, generator=generator)} for _ in range(10)],
-            callbacks=list(callbacks),
-            default_callbacks=False,
-        ).train()
-        return [p.detach() for p in model.parameters()]
-
-    in_step = train("in step")
+    in_step = train(tmp_path / "in step")
     assert len(factors) == 5 and all(f is not None and f < 1 for f in factors)
     factors.clear()
     listener = Listener()
-    before = train("before", listener)
+    before = train(tmp_path / "before", listener)
     assert factors == [None] * 5
     assert listener.norms == pytest.approx([0.25] * 5, rel=1e-4), "as they are updated with"
     assert all(map(torch.equal, in_step, before))
