@@ -6,11 +6,12 @@ Does not own: which samples (loader, order) nor how they become a batch (collate
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import random
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -252,6 +253,10 @@ def pin(batch: Any) -> Any:
         return batch.pin_memory()
     if isinstance(batch, dict):
         return {key: pin(value) for key, value in batch.items()}
+    if isinstance(batch, MutableMapping):  # as collators of transformers give them
+        pinned = copy.copy(batch)
+        pinned.update({key: pin(value) for key, value in batch.items()})
+        return pinned
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(pin, batch))
     if isinstance(batch, (list, tuple)):

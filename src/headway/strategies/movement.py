@@ -15,6 +15,8 @@ def move_batch(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         return {key: move_batch(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move_batch(value, device) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(move_batch(value, device) for value in batch)
     return batch

@@ -1,15 +1,18 @@
 import json
 import random
 import time
+from collections import UserDict, namedtuple
 
 import numpy as np
 import pytest
 import torch
 
 from headway.data.datasets import SyntheticDataset
+from headway.data.fetch import pin
 from headway.data.loader import WindowLoader
 from headway.data.mixing import MixedDataset
 from headway.errors import ConfigError
+from headway.strategies.movement import move_batch
 
 
 class Numbers:
@@ -326,3 +329,33 @@ def test_mistakes(caplog):
     with caplog.at_level("WARNING", "headway"):
         loader.load_state_dict(loader.state_dict() | {"num_samples": 9})
     assert "3 samples, it had 9" in caplog.text
+
+
+Pair = namedtuple("Pair", ["inputs", "labels"])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": torch.ones(2), "name": "a"},
+        UserDict(x=torch.ones(2), name="a"),  # BatchEncoding is one
+        [torch.ones(2), {"x": torch.ones(2)}],
+        Pair(torch.ones(2), torch.ones(2)),
+    ],
+    ids=["dict", "mapping", "list", "named tuple"],
+)
+def test_a_batch_of_any_form_is_pinned_and_moved(batch, monkeypatch):
+    def tensors_of(value):
+        if isinstance(value, torch.Tensor):
+            return [value]
+        inner = value.values() if isinstance(value, (dict, UserDict)) else value
+        return [] if isinstance(value, str) else [t for one in inner for t in tensors_of(one)]
+
+    moved = move_batch(batch, torch.device("meta"))
+    assert all(t.is_meta for t in tensors_of(moved)) and len(tensors_of(moved)) > 0
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self + 1)
+    pinned = pin(batch)
+    assert type(pinned) is type(batch)
+    assert all((t == 2).all() for t in tensors_of(pinned))
+    assert all((t == 1).all() for t in tensors_of(batch))
+    assert len(tensors_of(pinned)) == len(tensors_of(moved)) == len(tensors_of(batch))
