@@ -188,10 +188,11 @@ def train(folder: Path, *callbacks: TrainerCallback, **options: Any) -> list[Ten
     ("options", "taken"),
     [
         ({}, [2] * 5),
+        ({"max_grad_norm": 100.0}, [2] * 5),
         ({"optim": "muon"}, [1] * 5),
         ({"fuse_optim_with_backward": True, "max_grad_norm": 0.0}, [1] * 10),
     ],
-    ids=["alone", "beside muon", "in the backward pass"],
+    ids=["alone", "nothing to clip", "beside muon", "in the backward pass"],
 )
 def test_runs_with_it_are_those_of_torch(
     options: dict[str, Any], taken: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
