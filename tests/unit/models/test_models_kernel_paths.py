@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from headway import Trainer, TrainingArguments
@@ -143,6 +143,38 @@ def test_weights_of_several_dtypes_are_not_joined(taken: Counter[str]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         model(ids, ids).loss.backward()
     assert taken["project_heads"] == 1  # of the other block
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("self_attn.k_proj",),
+        ("self_attn.o_proj",),
+        ("mlp.up_proj",),
+        ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    ],
+    ids=["keys", "output", "up", "all of the MLP"],
+)
+def test_biases_are_not_lost(names: tuple[str, ...], taken: Counter[str]) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Decoder(CONFIG)
+    for name in names:
+        layer = model.model.layers[0].get_submodule(name)
+        layer.bias = nn.Parameter(torch.randn(layer.out_features))
+    ids = torch.arange(16)[None]
+
+    def found() -> list[Tensor]:
+        model.zero_grad()
+        loss = model(ids, ids).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    plain = found()
+    compile_module(model, CompileOptions(backend="aot_eager"))
+    for mine, theirs in zip(found(), plain, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert taken["swiglu_backward"] >= 1  # of the other block, if not of both
 
 
 def test_attention_on_a_gpu_is_planned_within_a_graph() -> None:
