@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -221,33 +221,47 @@ def measure_apart(
     # On a busy machine, threads that spin while they wait for each other multiply every time.
     variables = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **(environment or {})}
-    with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
-        result, output = Path(folder, "result.json"), Path(folder, "output.txt")
-        plan = dataclasses.replace(plan, started_s=time.time())
-        words = [*command, "--task", json.dumps(plan.to_dict()), "--result", str(result)]
-        with output.open("w", encoding="utf-8") as file:
-            try:
-                code = subprocess.run(
-                    words,
-                    env=variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=file,
-                    timeout=limit_s,
-                ).returncode
-                problem = f"exit code {code}"
-            except subprocess.TimeoutExpired:
-                problem = f"not done after {limit_s:.0f} s"
-        if result.is_file():
-            row: Row = json.loads(result.read_text(encoding="utf-8"))
-            return row
-        said = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    try:
+        with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
+            return _measure_in(Path(folder), plan, command, variables, limit_s)
+    except OSError as error:  # no room for its files: rows that are there must not be lost
+        return _failed(plan, str(error), [])
+
+
+def _measure_in(
+    folder: Path, plan: Plan, command: Sequence[str], variables: dict[str, str], limit_s: float
+) -> Row:
+    result, output = folder / "result.json", folder / "output.txt"
+    plan = dataclasses.replace(plan, started_s=time.time())
+    words = [*command, "--task", json.dumps(plan.to_dict()), "--result", str(result)]
+    with output.open("w", encoding="utf-8") as file:
+        try:
+            code = subprocess.run(
+                words,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                timeout=limit_s,
+            ).returncode
+            problem = f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            problem = f"not done after {limit_s:.0f} s"
+    # Without room on the disk it is there, and empty.
+    with suppress(FileNotFoundError, ValueError):
+        row: Row = json.loads(result.read_text(encoding="utf-8"))
+        return row
+    said = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return _failed(plan, f"{problem}: {said[-1] if said else 'no output'}", said[-_SHOWN_LINES:])
+
+
+def _failed(plan: Plan, problem: str, output: list[str]) -> Row:
     return {
         "system": plan.system,
         "job": plan.job.name,
         "compiled": plan.compiled,
-        "error": f"{problem}: {said[-1] if said else 'no output'}",
-        "output": said[-_SHOWN_LINES:],
+        "error": problem,
+        "output": output,
     }
 
 

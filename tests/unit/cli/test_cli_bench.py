@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -213,6 +214,25 @@ def test_a_process_that_fails_is_a_row_with_its_last_words() -> None:
     found = bench.measure_apart(PLAN, [sys.executable, "-c", code])
     assert found["error"] == "exit code 3: out of luck"
     assert found["system"] == "decoder"
+
+
+def test_a_result_that_was_not_written_to_its_end_is_a_failure() -> None:
+    """As on a full disk; other systems' rows must not be lost with it."""
+    code = """import sys
+with open(sys.argv[-1], "w") as file:
+    file.write('{"system": ')
+sys.exit("OSError: [Errno 28] No space left on device")"""
+    found = bench.measure_apart(PLAN, [sys.executable, "-c", code])
+    assert found["error"] == "exit code 1: OSError: [Errno 28] No space left on device"
+
+
+def test_no_room_for_a_folder_is_a_failure_of_that_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**options: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(bench.tempfile, "TemporaryDirectory", full)
+    found = bench.measure_apart(PLAN, [])
+    assert found["error"] == "[Errno 28] No space left on device" and found["output"] == []
 
 
 def test_sigterm_ends_the_process_that_is_measured_too() -> None:
