@@ -6,6 +6,7 @@ Does not own: fetching samples (fetch) nor moving batches to a device (strategie
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -177,16 +178,40 @@ def _stack(key: str, values: list[Any]) -> Any:
         return values
     if isinstance(first, np.ndarray) and first.dtype.kind in "OUS":
         return [value.tolist() for value in values]
+    values = _alike(key, values)
     shapes = {tuple(value.shape) for value in values}
     if len(shapes) > 1:
         raise ConfigError(_ragged(key, shapes))
-    if isinstance(first, torch.Tensor):
+    if isinstance(values[0], torch.Tensor):
         return torch.stack(values)
     stacked = np.stack(values)
     return torch.from_numpy(stacked.astype(_wide(key, stacked.dtype), copy=False))
 
 
+def _alike(key: str, values: list[Any]) -> list[Any]:
+    """Numbers of one type: that of the fractions, where others are whole (1 beside 0.5)."""
+    if len({getattr(value, "dtype", None) for value in values}) == 1:
+        return values
+    wrong = [value for value in values if not _is_numeric(value)]
+    if wrong:
+        raise ConfigError(f"{key!r} must be numbers in every sample of a batch: {wrong[0]!r:.80}")
+    if isinstance(values[0], torch.Tensor):
+        tensors = [torch.as_tensor(value) for value in values]
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+        return [tensor.to(dtype) for tensor in tensors]
+    arrays = [np.asarray(value) for value in values]
+    # numpy would make double precision of whole numbers beside single ones.
+    kept = {array.dtype for array in arrays if array.dtype.kind in "fc"}
+    common = np.result_type(*(kept or {array.dtype for array in arrays}))
+    return [array.astype(common, copy=False) for array in arrays]
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or getattr(value, "dtype", np.dtype("O")).kind in "biufc"
+
+
 def _pad(key: str, values: list[Any], lengths: list[int], width: int, fill: int) -> torch.Tensor:
+    values = _alike(key, values)
     first = values[0]
     shape = (len(values), width, *first.shape[1:])
     padded: Any

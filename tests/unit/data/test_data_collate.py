@@ -56,6 +56,18 @@ def test_floats_of_python_are_of_torchs_default_type():
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_whole_numbers_beside_fractions_are_numbers_of_one_kind(kind):
+    single = default_collator([{"y": 1}, {"y": 0.5}])["y"]
+    assert (single.dtype, single.tolist()) == (torch.float32, [1.0, 0.5])
+    for others in ([0.5, 0.25], [0.5]):  # of one length, and padded
+        rows = [{"input_ids": [1, 2], "labels": kind([1, 0])}]
+        rows.append({"input_ids": [1] * len(others), "labels": kind(others)})
+        labels = default_collator(rows)["labels"]
+        assert labels.tolist() == [[1.0, 0.0], [*others, -100.0][:2]]
+        assert labels.dtype == torch.float32 or kind is np.array  # whose float64 somebody chose
+
+
 def test_samples_without_token_ids_have_labels_too():
     rows = [{"pixel_values": [0.5, 1.0], "label": n} for n in range(2)]
     assert PadCollator(causal_labels=False)(rows)["labels"].tolist() == [0, 1]
@@ -119,6 +131,9 @@ def test_other_items():
         ([{"x": [1]}, {"x": [1, 2]}], "shape of 'x'"),
         ([{"input_ids": [1, 2], "attention_mask": [1]}], "'attention_mask' has 1 entries"),
         ([{"input_ids": []}], "non-empty"),
+        ([{"x": 1}, {"x": None}], "'x' must be numbers .*None"),
+        ([{"x": torch.tensor(1)}, {"x": "a"}], "'x' must be numbers .*'a'"),
+        ([{"input_ids": [1, 2]}, {"input_ids": [1, None]}], "'input_ids' must .*None"),
         ([{"input_ids": 5}], "'input_ids' .*5"),
         ([{"input_ids": [1]}, {"input_ids": torch.tensor(3)}], "'input_ids' .* tensor"),
         ([{"input_ids": [[1, 2], [3]]}], "'input_ids' .* \\[\\[1, 2\\], \\[3\\]\\]"),
