@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -412,13 +413,20 @@ def test_a_changed_weight_is_found_before_a_model_is_used(
     assert captured.out == ""
 
 
-def test_a_checkpoint_of_another_model_is_the_users_mistake(
-    here: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("model.hidden_size=64", "model: .*hidden_size was 32 and is now 64"),
+        ("args.optim=sgd", "optimizer: .*args.optim was 'adamw' and is now 'sgd'"),
+    ],
+)
+def test_a_checkpoint_of_another_model_or_optimizer_is_the_users_mistake(
+    change: str, told: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted((here / "out").rglob("*"))
-    assert main(["train", "run.yaml", "--model.hidden_size=64"]) == 2
+    assert main(["train", "run.yaml", f"--{change}"]) == 2
     captured = capsys.readouterr()
-    assert "hidden_size was 32 and is now 64" in captured.err
+    assert re.search(told, captured.err), captured.err
     assert "args.output_dir (now 'out')" in captured.err and "Traceback" not in captured.err
     assert sorted((here / "out").rglob("*")) == before
 

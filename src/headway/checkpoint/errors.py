@@ -1,7 +1,7 @@
 """The error for a checkpoint that cannot be written or used.
 
-Owns: `CheckpointError`, `DamagedError` and `MisfitError`. Does not own: a user's mistake in an
-option (`headway.errors.ConfigError`).
+Owns: `CheckpointError`, `DamagedError` and the kinds of `MisfitError`. Does not own: a user's
+mistake in an option (`headway.errors.ConfigError`).
 """
 
 from __future__ import annotations
@@ -27,3 +27,11 @@ class DamagedError(CheckpointError):
 
 class MisfitError(CheckpointError):
     """A whole checkpoint does not fit the model it is loaded into: names or shapes differ."""
+
+    part = "model"
+
+
+class OptimizerMisfitError(MisfitError):
+    """A whole checkpoint has the state of another optimizer than the run's."""
+
+    part = "optimizer"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from headway.checkpoint.contents import OPTIMIZER_STATE_NAME
-from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.errors import CheckpointError, OptimizerMisfitError
 from headway.checkpoint.header import DTYPE_NAMES, StoredTensor
 from headway.checkpoint.intake import Destination
 from headway.checkpoint.model import describe_names
@@ -351,12 +351,13 @@ def _check_fit(
         shape = list(live[name].shape)
         if saved[name]["shape"] != shape:
             problems.append(f"{name} is {saved[name]['shape']} there, {shape} here")
+    kind = OptimizerMisfitError if problems else CheckpointError
     listed = (f"{key}.{name}" for name in saved for key in saved[name]["tensors"])
     absent = [name for name in listed if name not in reader.weight_map]
     if absent:
         problems.append(f"state tensors missing: {describe_names(absent)}")
     if problems:
-        raise CheckpointError(
+        raise kind(
             f"{reader.index_path} does not fit the optimizer: {'; '.join(problems[:8])}. To start "
             "its state anew, leave the optimizer out of load_components"
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.errors import OptimizerMisfitError
 from headway.checkpoint.model import describe_names
 from headway.optim.in_force import MACHINE_FLAGS
 from headway.optim.multi import GROUP_CLASS
@@ -76,7 +76,7 @@ def _match_members(
             continue
         first, *others = (settings[source] for source in sources)
         if any(not _same_settings(first, other) for other in others):
-            raise CheckpointError(
+            raise OptimizerMisfitError(
                 f"optimizer group {index} joins the saved groups {sources}, whose settings differ; "
                 "group the parameters as in the saved run, or do not load the optimizer"
             )
@@ -108,7 +108,7 @@ def _check_shapes(
         for key in _SHAPING:
             others = [n for n in members if bool(source[n].get(key)) != bool(now.get(key))]
             if others:
-                raise CheckpointError(
+                raise OptimizerMisfitError(
                     f"optimizer_groups.{group[GROUP_NAME]}: {key} is {now.get(key)!r} there, and "
                     f"{source[others[0]].get(key)!r} in the group of the checkpoint that "
                     f"{describe_names(others)} comes from, whose state is of another kind; give "
@@ -148,7 +148,7 @@ def check_classes(
         if others:
             name, there = next(iter(others.items()))
             more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-            raise CheckpointError(
+            raise OptimizerMisfitError(
                 f"{file} does not fit the optimizer: {name}{more} updated by {there} there, by "
                 f"{here} here"
             )

@@ -19,11 +19,17 @@ from headway.cli.launch import (
 )
 
 if TYPE_CHECKING:
+    from headway.checkpoint.errors import MisfitError
     from headway.config.schema import RunConfig
 
 TAKES_OVERRIDES = True
 # What the trainer calls its data, and where a run file has it.
 _RUN_FILE_KEYS = {"train_dataset": "data.train", "eval_dataset": "data.eval"}
+# The keys that decide what a part of a checkpoint has to fit.
+_KEYS_OF = {
+    "model": ("model.",),
+    "optimizer": ("args.optim", "args.no_decay_on", "optimizer", "model."),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +126,7 @@ def _train(
         raise ConfigError(told) from error
 
 
-def _explain_misfit(error: Exception, run_config: RunConfig, given: str | None) -> list[str]:
+def _explain_misfit(error: MisfitError, run_config: RunConfig, given: str | None) -> list[str]:
     from headway.checkpoint import find_latest_checkpoint
     from headway.checkpoint.jsonfile import read_json_object
     from headway.config.snapshot import resolved_config
@@ -135,13 +141,13 @@ def _explain_misfit(error: Exception, run_config: RunConfig, given: str | None) 
         changed = [
             f"{item.key} was {item.saved!r} and is now {item.current!r}"
             for item in compare_configs(saved, resolved_config(run_config), ())
-            if item.key.startswith("model.")
+            if item.key.startswith(_KEYS_OF[error.part])
         ]
     what = "; ".join(changed) or "its class or its code has changed"
     option = "output_dir" if args.checkpoint_address is None else "checkpoint_address"
     return [
-        f"model: not the one of the checkpoint to go on from ({what}); take the change back, or "
-        f"choose another args.{option} (now {args.checkpoint_place!r})",
+        f"{error.part}: not the one of the checkpoint to go on from ({what}); take the change "
+        f"back, or choose another args.{option} (now {args.checkpoint_place!r})",
         *str(error).splitlines(),
     ]
 
