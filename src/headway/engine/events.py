@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -474,4 +474,6 @@ def normalise_callbacks(
         return []
     if isinstance(callbacks, Mapping):
         return [(name, callback) for name, callback in callbacks.items() if callback is not None]
+    if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
+        raise ConfigError(f"callbacks must be a list, or a dict of names, got {callbacks!r}")
     return [(None, callback) for callback in callbacks]

@@ -6,6 +6,7 @@ joining of optimizers where groups have factories of their own.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -63,8 +64,7 @@ def build_optimizer(
     kinds = parameter_kinds(model)
     dealt = _deal(model, args, kinds, groups)
     if factory is None and cls_and_kwargs is not None:
-        cls, kwargs = cls_and_kwargs
-        factory = lambda param_groups: cls(param_groups, **kwargs)  # noqa: E731
+        factory = _factory_of(cls_and_kwargs)
 
     def build_main(own: Sequence[Group]) -> Optimizer:
         if factory is not None:
@@ -125,6 +125,24 @@ def _join(
     held = [group for part in parts for group in part.param_groups]
     held.sort(key=lambda group: place.get(group.get("group_name", ""), len(place)))
     return JoinedOptimizer(parts, held)
+
+
+def _factory_of(given: Any) -> OptimizerFactory:
+    """What makes an optimizer of `optimizer_cls_and_kwargs`."""
+    option = "optimizer_cls_and_kwargs"
+    is_pair = isinstance(given, tuple | list) and len(given) == 2
+    if not is_pair or not isinstance(given[0], type) or not isinstance(given[1], Mapping):
+        raise ConfigError(
+            f"{option} must be an optimizer's class and a dict of its arguments, got {given!r}"
+        )
+    cls, kwargs = given
+    try:
+        inspect.signature(cls).bind([], **kwargs)
+    except ValueError:  # some that are not written in Python tell no signature
+        pass
+    except TypeError as error:
+        raise ConfigError(f"{option}: {cls.__name__}: {error}") from error
+    return lambda param_groups: cls(param_groups, **kwargs)
 
 
 def _factory_key(group: Group) -> str:

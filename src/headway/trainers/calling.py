@@ -6,6 +6,7 @@ Hugging Face's Trainer that programs give or override. Does not own: the argumen
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -63,6 +64,18 @@ _HF_ATTRIBUTES = {
     "tokenizer": "use processing_class",
 }
 
+# The functions that a trainer takes, and what each is called with; "=" stands for a name.
+_FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "model_init": (),
+    "data_collator": ("samples",),
+    "compute_loss_func": ("outputs", "labels", "num_items_in_batch="),
+    "compute_metrics": ("prediction",),
+    "preprocess_logits_for_metrics": ("logits", "labels"),
+    "_optimizer_factory": ("param_groups",),
+    "_lr_scheduler_factory": ("optimizer",),
+    "_enable_activation_checkpoint_fn": ("rank", "module"),
+}
+
 
 class Calling:
     """The part of a trainer that looks at how it is made."""
@@ -114,7 +127,35 @@ class Calling:
             )
         return given
 
+    def _check_functions(self) -> None:
+        """Refuse what cannot be called as it will be, in part only after much training."""
+        given = {name: getattr(self, name) for name in _FUNCTIONS}
+        problems = [
+            f"{name.removeprefix('_')}: {function!r} {why}"
+            for name, function in given.items()
+            if function is not None and (why := _uncallable(function, _FUNCTIONS[name]))
+        ]
+        if problems:
+            raise ConfigError(problems)
+
     @classmethod
     def uncalled_methods(cls) -> list[str]:
         """Methods of Hugging Face's Trainer that this class has, to no effect."""
         return [name for name in _HF_METHODS if hasattr(cls, name)]
+
+
+def _uncallable(function: Any, words: tuple[str, ...]) -> str | None:
+    """Why a function cannot be called with these words; None if it can."""
+    form = ", ".join(f"{word}..." if word.endswith("=") else word for word in words)
+    if not callable(function):
+        return f"is no function; allowed: one that is called with ({form})"
+    named = {word.removesuffix("="): None for word in words if word.endswith("=")}
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some that are not written in Python tell none
+        return None
+    try:
+        signature.bind(*[None] * (len(words) - len(named)), **named)
+    except TypeError as error:
+        return f"cannot be called with ({form}): {error}"
+    return None

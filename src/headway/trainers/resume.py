@@ -90,6 +90,10 @@ def find_checkpoint(
             )
         return None
     if resume is not True:
+        if not isinstance(resume, (str, Path)):
+            raise ConfigError(
+                f"resume_from_checkpoint must be true, false or a folder, got {resume!r}"
+            )
         path = manager.resolve(resume, verify_tensors=False)
         assert path is not None, "resolve raises for a path that is not there"
         return Found(path)

@@ -147,6 +147,7 @@ class Trainer(
         self._optimizer_groups = optimizer_groups
         self._lr_scheduler_factory = lr_scheduler_factory
         self._enable_activation_checkpoint_fn = enable_activation_checkpoint_fn
+        self._check_functions()
         self._fused_loss = choose_fused_loss(args, fused_loss_factory, device, compute_loss_func)
         self._run_config = run_config
         self.state = TrainerState(

@@ -164,12 +164,28 @@ class BadShape(Tiny):
         (nn.Linear(2, 2), BATCH, "Linear needs 'input', which the batch does not have"),
         (ReturnsLogits(), {"input_ids": IDS}, "has no 'labels'"),
         (BadShape(), BATCH, "do not fit labels"),
+        (
+            ReturnsLogits(),
+            (IDS, torch.ones(IDS.shape)),
+            r"do not fit labels .*float32\) as classes",
+        ),
         (ReturnsLogits(), "text", "a batch must be a dict of tensors"),
     ],
 )
 def test_what_cannot_be_trained_is_said(model, batch, message):
     with pytest.raises(ConfigError, match=message):
         Objective(model).loss(model, batch, num_targets=9, own=9)
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"), [(None, "None"), (3.0, "3.0"), (torch.ones(2), r"shape \[2\]")]
+)
+def test_a_loss_function_that_returns_no_loss_is_named(loss, told):
+    objective = Objective(ReturnsLogits(), lambda outputs, labels, num_items_in_batch: loss)
+    with pytest.raises(ConfigError, match=f"compute_loss_func must return .* got {told}"):
+        objective.loss(ReturnsLogits(), BATCH, num_targets=9, own=9)
+    with pytest.raises(ConfigError, match=f"compute_loss_func must return .* got {told}"):
+        objective.evaluate(ReturnsLogits(), BATCH)
 
 
 @pytest.mark.parametrize("make", [tiny_decoder, tiny_llama, ReturnsObject, ReturnsLogits])

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from headway import TrainingArguments
+from headway import ConfigError, Trainer, TrainingArguments
 from headway.models.fused_loss import chunked_loss
 from headway.strategies.single import SingleDevice
-from headway.testing import tiny_decoder
+from headway.testing import tiny_dataset, tiny_decoder
 from headway.trainers.preparation import choose_fused_loss, equip, model_source
 
 CPU = torch.device("cpu")
@@ -62,3 +62,52 @@ def test_graphs_of_a_device_are_told_of_steps_before_anything_runs(mode, marks, 
         assert len(told) == marks
     with strategy.train_context():
         assert len(told) == 2 * marks
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"compute_metrics": 5}, r"compute_metrics: 5 is no function; allowed: .*\(prediction\)"),
+        ({"compute_loss_func": lambda o, labels: o}, "compute_loss_func: .* 'num_items_in_batch'"),
+        ({"data_collator": "pad"}, "data_collator: 'pad' is no function"),
+        (
+            {"model_init": lambda trial: tiny_decoder()},
+            r"model_init: .*called with \(\): .*'trial'",
+        ),
+        ({"optimizer_factory": torch.optim.SGD([torch.ones(1)])}, "optimizer_factory: SGD"),
+        ({"lr_scheduler_factory": 3}, r"lr_scheduler_factory: 3 is no .*\(optimizer\)"),
+        ({"callbacks": "EMACallback"}, "callbacks must be a list, .*got 'EMACallback'"),
+        ({"callbacks": 5}, "callbacks must be a list, .*got 5"),
+        ({"optimizer_cls_and_kwargs": torch.optim.SGD}, "optimizer_cls_and_kwargs must be .*SGD"),
+        (
+            {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lrr": 1})},
+            "optimizer_cls_and_kwargs: SGD: .*'lrr'",
+        ),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_named_before_it_costs_anything(
+    tmp_path, given, message
+):
+    args = TrainingArguments(use_cpu=True, output_dir=str(tmp_path / "out"), max_steps=1)
+    with pytest.raises(ConfigError, match=message):
+        Trainer(**{"args": args, "model_init": tiny_decoder, "train_dataset": tiny_dataset(8)}
+                | given).train()  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+def test_functions_of_any_kind_are_taken():
+    class Collator:
+        def __call__(self, samples, return_tensors=None):
+            return samples
+
+    args = TrainingArguments(use_cpu=True)
+    Trainer(
+        args=args,
+        model_init=tiny_decoder,
+        data_collator=Collator(),
+        compute_loss_func=plain_loss,
+        compute_metrics=dict,  # tells no signature
+        preprocess_logits_for_metrics=torch.add,
+        optimizer_factory=torch.optim.AdamW,
+        lr_scheduler_factory=torch.optim.lr_scheduler.ConstantLR,
+    )

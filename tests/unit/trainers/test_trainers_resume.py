@@ -71,6 +71,11 @@ def test_a_path_that_does_not_exist_is_an_error(tmp_path):
         train(tmp_path, 4, resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
 
 
+def test_what_is_no_path_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint must be .*, got 5"):
+        make(tmp_path, 2).train(resume_from_checkpoint=5)
+
+
 def test_false_starts_afresh_only_when_told_to_overwrite(tmp_path):
     train(tmp_path, 2)
     with pytest.raises(ConfigError, match="overwrite_output_dir=True"):
