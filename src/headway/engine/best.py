@@ -14,7 +14,10 @@ def require_metric(metrics: Mapping[str, float], name: str, option: str) -> floa
     """A metric by its name, with or without the `eval_` prefix; absent is the user's mistake."""
     value = lookup_metric(metrics, name)
     if value is None:
-        raise ConfigError(f"{option}: " + unknown("evaluation metric", name, list(metrics)))
+        problem = f"{option}: " + unknown("evaluation metric", name, list(metrics))
+        if name.removeprefix("eval_") == "loss":
+            problem += ". There is no loss, since eval_dataset has no label that counts"
+        raise ConfigError(problem)
     return value
 
 

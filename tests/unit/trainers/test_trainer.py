@@ -629,6 +629,14 @@ def test_what_the_loop_cannot_drive_is_refused_before_it_starts(tmp_path, option
     assert not (tmp_path / "out").exists()
 
 
+def test_an_evaluation_without_a_label_that_counts_is_told(tmp_path):
+    masked = [{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 4
+    trainer = tiny_trainer(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1)
+    trainer.eval_dataset = masked
+    with pytest.raises(ConfigError, match=r"metric_for_best_model: .*eval_dataset has no label"):
+        trainer.train()
+
+
 def test_evaluations_on_save_need_data(tmp_path):
     trainer = tiny_trainer(tmp_path, eval_on_save=True, save_strategy="steps")
     trainer.eval_dataset = None
