@@ -159,7 +159,11 @@ class DocumentReader:
             if not isinstance(text, str):
                 raise ConfigError(
                     f"{path}:{number}: text_key {self.text_key!r} is "
-                    + ("missing" if text is None else f"{type(text).__name__}, not a string")
+                    + (
+                        f"{type(text).__name__}, not a string"
+                        if self.text_key in record
+                        else "missing"
+                    )
                     + f"; this record has: {', '.join(sorted(record)) or 'no keys'}"
                 )
             whole = repair_text(text)

@@ -53,6 +53,7 @@ class TokenFileWriter:
         tokenizer: Any = None,
         eos_token_id: int | None = None,
     ) -> None:
+        _refuse_other_file(Path(path))
         described = describe_tokenizer(tokenizer)
         if dtype is None:
             dtype = dtype_for(described["vocab_size"]) if described else "uint32"
@@ -164,6 +165,17 @@ class TokenFileWriter:
             self.close()
         else:
             self.discard()
+
+
+def _refuse_other_file(path: Path) -> None:
+    """A name that was mistyped may be that of a text which is about to be read."""
+    if not path.exists() or path.is_dir():
+        return
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) in (MAGIC, b""):
+                return
+    raise ConfigError(f"{path} exists and is no token file; it is kept, choose another name")
 
 
 class TokenFile:

@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 import tarfile
 from pathlib import Path
 
@@ -108,6 +109,7 @@ def test_workers_change_nothing(corpus, tmp_path):
         ('{"text": "a"}\n[1]\n', r"d\.jsonl:2: a JSON object"),
         ('{"txt": "a"}\n', r"d\.jsonl:1: text_key 'text' is missing.*txt"),
         ('{"text": 3}\n', r"d\.jsonl:1: text_key 'text' is int"),
+        ('{"text": null}\n', r"d\.jsonl:1: text_key 'text' is NoneType, not a string"),
         ("\n", "empty"),
     ],
 )
@@ -163,3 +165,15 @@ def test_no_text_is_told_by_the_option_that_was_to_give_it(tmp_path):
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(ConfigError, match="files: the dataset is empty"):
         TextDataset(files=tmp_path, sequence_length=4)
+
+
+def test_a_text_is_not_overwritten_by_its_tokens(tmp_path):
+    text, tokens = tmp_path / "a.txt", tmp_path / "a.hwt"
+    text.write_text("to be or not to be")
+    with pytest.raises(ConfigError, match=r"a\.txt exists and is no token file"):
+        prepare_tokens(text, text)
+    assert text.read_text() == "to be or not to be" and os.listdir(tmp_path) == ["a.txt"]
+    tokens.touch()
+    for _ in range(2):  # what is empty, or tokens, is replaced
+        prepare_tokens(text, tokens)
+    TokenFile(tokens).verify()
