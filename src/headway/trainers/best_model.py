@@ -73,12 +73,20 @@ def load_best(
             damaged.add(best)
             problems = error.problems
         else:
+            _tell_loaded(trainer.state, manager, Path(best))
             trainer.bus.fire("on_load_model_weights", path=best)
             return None
         if trainer.args.on_damaged_checkpoint == "stop":
             return CheckpointError("\n".join([*problems, _advice(trainer, best)]))
         for problem in problems:
             logger.warning("load_best_model_at_end: passing over a damaged checkpoint: %s", problem)
+
+
+def _tell_loaded(state: TrainerState, manager: CheckpointManager, best: Path) -> None:
+    """The state names what was loaded, and not one that was deleted or is damaged."""
+    recorded = state.best_model_checkpoint
+    if recorded is None or manager.storage.path_of(recorded).absolute() != best.absolute():
+        state.best_model_checkpoint = manager.storage.locate(best)
 
 
 def _advice(trainer: Trainer, best: str) -> str:

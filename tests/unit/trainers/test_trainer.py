@@ -539,7 +539,9 @@ def test_the_best_model_is_that_of_the_best_evaluation_wherever_it_was_saved(tmp
         torch.equal(weights_of(other), keep.weights[1]) and "has no checkpoint" not in caplog.text
     )
     shutil.rmtree(tmp_path / "a/out/checkpoint-2")
-    tiny_trainer(tmp_path / "c", [Script()], **settings, **earlier).train()
+    third = tiny_trainer(tmp_path / "c", [Script()], **settings, **earlier)
+    third.train()
+    assert third.state.best_model_checkpoint == str(tmp_path / "c/out/checkpoint-5")
     assert "the best evaluation, 1.0 at step 2, has no checkpoint" in caplog.text
     assert "c/out/checkpoint-5 (2.0)" in caplog.text
 
