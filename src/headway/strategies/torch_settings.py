@@ -55,6 +55,10 @@ def torch_settings(args: TrainingArguments) -> Iterator[None]:
         if args.dynamo_recompile_limit is not None:
             limit = args.dynamo_recompile_limit
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
+        if args.torch_compile:
+            # The graph of one block serves all: without these checks a hook inside another block,
+            # or one set after the first step, is never called, and nobody is told.
+            stack.enter_context(torch._dynamo.config.patch(skip_nnmodule_hook_guards=False))
         if args.torch_compile and args.torch_compile_dynamic:
             # With shapes that change the compiler also takes numbers, such as the epsilon of a
             # norm, for changing ones, finds that they cannot be, and does all of it again.

@@ -106,6 +106,28 @@ def test_a_block_that_others_listen_to_or_have_changed_is_called():
     assert num_graphs() == 0 and "follow" not in layer.__dict__
 
 
+@pytest.mark.parametrize("make", [lambda: tiny_decoder(num_layers=3), tiny_llama])
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+def test_a_hook_inside_a_compiled_block_is_called(tmp_path, make, scope):
+    """In whatever block, and set at whatever step: graphs are shared, hooks are not."""
+    args = TrainingArguments(output_dir=str(tmp_path), torch_compile=True)
+    torch.manual_seed(0)
+    model = make()
+    compile_module(model, CompileOptions(backend="eager", scope=scope))
+    inside = model.model.layers[1].mlp
+    with torch_settings(args):
+        before = run(model)
+        hook = inside.register_forward_hook(lambda module, given, made: made * 0)
+        without = run(model)
+        hook.remove()
+        after = run(model)
+    put_back(model)
+    assert torch.equal(before[0], after[0])
+    inside.register_forward_hook(lambda module, given, made: made * 0)
+    torch.testing.assert_close(without[0], run(model)[0])
+    assert abs(without[0] - before[0]) > 1e-4
+
+
 @pytest.mark.parametrize("frozen", ["embed_tokens", "layers.0.", "layers.1."])
 def test_a_chain_of_blocks_has_the_gradients_of_blocks_alone(frozen):
     torch.manual_seed(0)
