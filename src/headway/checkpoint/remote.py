@@ -26,11 +26,17 @@ from headway.checkpoint.leftovers import may_go
 from headway.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from headway.checkpoint.owner import NONCE_PATTERN, new_nonce
 from headway.checkpoint.pins import PIN_NAME, is_pinned
-from headway.checkpoint.storage import TRASH_PREFIX, Storage, check_name, is_url, list_files
+from headway.checkpoint.storage import (
+    MADE_AGAIN,
+    TRASH_PREFIX,
+    Storage,
+    check_name,
+    is_url,
+    list_files,
+)
 from headway.errors import missing_extra
 
 _UPLOADING = ".uploading-"
-_AGAIN = re.compile(rf"(?P<name>.+)\.again-{NONCE_PATTERN}", re.ASCII)
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +126,7 @@ class RemoteStorage(Storage):
             marker.touch() if pinned else marker.unlink(missing_ok=True)
 
     def _bring_in(self, place: str) -> None:
-        again = _AGAIN.fullmatch(place)
+        again = MADE_AGAIN.fullmatch(place)
         name = again["name"] if again else place
         if name in self._places:  # two saves of one step: the later one takes the name
             name = f"{name}.old-{new_nonce()}"

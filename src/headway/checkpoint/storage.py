@@ -13,6 +13,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -20,9 +21,11 @@ from typing import BinaryIO, NamedTuple
 
 from headway.checkpoint.digest import DEFAULT_DIGEST, Hasher, new_hasher
 from headway.checkpoint.errors import CheckpointError
-from headway.checkpoint.owner import new_nonce
+from headway.checkpoint.owner import NONCE_PATTERN, new_nonce
 
 TRASH_PREFIX = ".trash-"
+# At an address nothing is overwritten: a save that is made again has a name of its own there.
+MADE_AGAIN = re.compile(rf"(?P<name>.+)\.again-{NONCE_PATTERN}", re.ASCII)
 
 logger = logging.getLogger(__name__)
 
@@ -157,10 +160,12 @@ def join_location(location: str | Path, name: str) -> str:
 
 
 def split_location(location: str | Path) -> tuple[str, str]:
-    """The other way around: the directory, absolute, or the address, and the name in it."""
+    """The other way around: the directory, absolute, or the address, and the name in it; that of a
+    save that was made again is the first one's, as it is in a directory."""
     if is_url(location):
         parent, _, name = str(location).rstrip("/").rpartition("/")
-        return parent, name
+        again = MADE_AGAIN.fullmatch(name)
+        return parent, again["name"] if again else name
     path = Path(location).absolute()
     return str(path.parent), path.name
 

@@ -20,7 +20,7 @@ from headway.checkpoint import (
 )
 from headway.checkpoint.contents import TRAINER_STATE_NAME
 from headway.checkpoint.manifest import MANIFEST_NAME, is_committed
-from headway.checkpoint.storage import is_url
+from headway.checkpoint.storage import is_url, split_location
 from headway.errors import ConfigError
 from headway.models.hf import generation_config_of, hf_config_of, save_pretrained
 from headway.trainers.adapters import has_adapters, is_whole, save_adapters
@@ -179,7 +179,7 @@ class Checkpointing:
         path = manager.storage.path_of(best_checkpoint)
         read_manifest(path)
         if self.state.best_model_checkpoint is not None:
-            manager.pinned.discard(Path(self.state.best_model_checkpoint).name, "best")
+            manager.pinned.discard(split_location(self.state.best_model_checkpoint)[1], "best")
         self.state.best_model_checkpoint = str(best_checkpoint)
         if path.absolute().parent == manager.output_dir:
             manager.pinned.add(path.name, "best")
@@ -188,12 +188,12 @@ class Checkpointing:
         """Retention leaves a checkpoint of `output_dir` alone until every `owner` who keeps it has
         released it, or the process ends; to be called on all ranks alike. A name will do for the
         path."""
-        self._manager().pinned.add(Path(path).name, owner)
+        self._manager().pinned.add(split_location(path)[1], owner)
 
     def release_checkpoint(self, path: str, owner: str = "") -> None:
         """`owner` no longer keeps a checkpoint: retention may have it, unless somebody else keeps
         it, such as `set_best_checkpoint`."""
-        self._manager().pinned.discard(Path(path).name, owner)
+        self._manager().pinned.discard(split_location(path)[1], owner)
 
     def resolve_checkpoint_path(self, checkpoint_path: str | None) -> str | None:
         """The checkpoint that is meant, the newest good one without a path; None if there is none.

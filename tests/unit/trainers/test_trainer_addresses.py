@@ -12,6 +12,7 @@ from headway import TrainerCallback
 from headway.callbacks import DivergenceDetector
 from headway.checkpoint import find_latest_checkpoint, list_checkpoints
 from headway.cli.main import main
+from headway.engine.metrics import TRAIN_LOSS
 from headway.errors import ConfigError
 from headway.testing import tiny_trainer
 from headway.trainers.preparation import check_arguments
@@ -98,21 +99,45 @@ def test_checkpoints_are_saved_and_loaded_on_request(address, tmp_path):
 class Spike(TrainerCallback):
     """Makes one loss of the first time through look like a run that went wrong."""
 
-    def on_metrics(self, step, metrics, trainer):
-        if step == 6 and not getattr(trainer, "spiked", False):
-            trainer.spiked = True
-            metrics["loss"] = 1e6
+    priority = 100
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_metrics(self, step, metrics):
+        if step == self.step:
+            self.step = -1
+            metrics[TRAIN_LOSS] = 1e6
+
+
+def watch(address, steps, spike, **arguments):
+    guard = DivergenceDetector(
+        action="rollback", threshold=1e3, patience=1, warmup=1, smoothing=1.0, every_step=True
+    )
+    listener = Listener()
+    trainer = make(
+        address, steps, [Spike(spike), guard, listener], metrics_collect_interval=1,
+        num_samples=32, save_async=False, **arguments,
+    )  # fmt: skip
+    assert trainer.train().global_step == steps
+    return guard.recovery.good, listener.heard
 
 
 def test_a_guard_returns_to_a_checkpoint_at_an_address(address):
-    listener = Listener()
-    guard = DivergenceDetector(
-        action="rollback", threshold=1e3, patience=1, warmup=1, smoothing=1.0
-    )
-    trainer = make(address, 8, [Spike(), guard, listener], metrics_collect_interval=1)
-    assert trainer.train().global_step == 8
-    assert f"{address}/checkpoint-4" in listener.heard
-    assert guard.recovery.good is not None, "it knows the run's checkpoints"
+    good, heard = watch(address, 8, 6)
+    assert heard[:3] == [f"{address}/checkpoint-{step}" for step in (2, 4, 4)], "saved and loaded"
+    assert good == (6, "checkpoint-6"), "it knows the run's checkpoints"
+
+
+def test_a_guard_keeps_a_checkpoint_that_was_saved_again_at_an_address(address):
+    trainer = make(address, 4)
+    trainer.train()
+    again = trainer.save_checkpoint()
+    assert again.startswith(f"{address}/checkpoint-4.again-")
+    good, heard = watch(address, 8, 7, save_total_limit=1)
+    assert heard[:3] == [again, f"{address}/checkpoint-6", again], "it was resumed from, and kept"
+    assert heard[4].startswith(f"{address}/checkpoint-6.again-") and good == (6, "checkpoint-6")
+    assert steps_at(address) == [6, 8]
 
 
 def test_several_ranks_are_refused_by_the_name_of_the_option():
