@@ -16,6 +16,7 @@ import logging
 import re
 import shutil
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,8 @@ class RemoteStorage(Storage):
         weakref.finalize(self, shutil.rmtree, str(self.root), ignore_errors=True)
         self._places: dict[str, str] = {}
         """Name in the root -> name at the address."""
+        # A thread that saves and one that looks: what is half named would be taken for another's.
+        self._lock = threading.RLock()
 
     def locate(self, path: Path) -> str:
         return f"{self.url}/{self._places.get(path.name, path.name)}"
@@ -111,6 +114,10 @@ class RemoteStorage(Storage):
 
     def refresh(self) -> None:
         """Fetch the manifests (and pins) of what is committed at the address."""
+        with self._lock:
+            self._look()
+
+    def _look(self) -> None:
         there = [n for n in self._remote_dirs() if self._fs.exists(self._path(n, MANIFEST_NAME))]
         for name, place in list(self._places.items()):
             if place not in there:
@@ -179,6 +186,10 @@ class RemoteStorage(Storage):
 
     def rename(self, source: Path, target: Path) -> None:
         """Local names change locally; a new checkpoint's name is given by uploading it."""
+        with self._lock:
+            self._rename(source, target)
+
+    def _rename(self, source: Path, target: Path) -> None:
         place = self._places.get(source.name)
         if place is not None and target.name.startswith(TRASH_PREFIX):
             self._fs.rm_file(self._path(place, MANIFEST_NAME))
@@ -233,6 +244,11 @@ class RemoteStorage(Storage):
                 self._fs.rm(self._path(place), recursive=True)
         except Exception as error:
             logger.warning("could not remove %s/%s: %s", self.url, place, error)
+
+    def remove_tree(self, path: Path) -> None:
+        """As in a folder; nobody looks between the two halves of it."""
+        with self._lock:
+            super().remove_tree(path)
 
     def delete_tree(self, path: Path) -> None:
         """Delete here and at the address."""

@@ -3,6 +3,7 @@
 import datetime
 import logging
 import sys
+import threading
 import uuid
 
 import fsspec
@@ -255,3 +256,26 @@ def test_a_network_that_fails_once_does_not_end_all_later_saves(address, monkeyp
         manager.save(make_contents(), 2)
     manager.save(make_contents(), 3)
     assert [c.path.name for c in list_checkpoints(address)] == ["checkpoint-3"]
+
+
+def test_whoever_looks_while_a_save_is_uploaded_does_not_spoil_it(address, monkeypatch):
+    manager = CheckpointManager(address)
+    fs = manager.storage._fs
+    remove, there, looked = fs.rm_file, threading.Event(), threading.Event()
+
+    def remove_late(path):
+        if ".uploading-" in path:  # the manifest is there by now
+            there.set()
+            looked.wait(0.5)
+        return remove(path)
+
+    monkeypatch.setattr(fs, "rm_file", remove_late)
+    saved = []
+    saver = threading.Thread(target=lambda: saved.append(manager.save(make_contents(), 1)))
+    saver.start()
+    assert there.wait(10)
+    manager.list()
+    looked.set()
+    saver.join()
+    assert saved and [found.path for found in manager.list()] == saved
+    assert validate_checkpoint(f"{address}/checkpoint-1")
