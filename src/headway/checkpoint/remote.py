@@ -68,7 +68,14 @@ class RemoteStorage(Storage):
         self._lock = threading.RLock()
 
     def locate(self, path: Path) -> str:
+        if path.parent != self.root:
+            return str(path)
         return f"{self.url}/{self._places.get(path.name, path.name)}"
+
+    def tell(self, message: str) -> str:
+        for name, place in self._places.items():
+            message = message.replace(f"{self.root}/{name}/", f"{self.url}/{place}/")
+        return message.replace(str(self.root), self.url)
 
     def path_of(self, location: str | Path) -> Path:
         parent, _, name = str(location).rstrip("/").rpartition("/")

@@ -49,7 +49,7 @@ def find_newest_whole(
     With `suspects`, names of checkpoints, the large tensor files of no others are read.
     """
     broken = {
-        path: reason
+        path: storage.tell(reason)
         for path, reason in damaged_manifests(storage.root).items()
         if path.name.startswith(f"{DIR_PREFIXES['training']}-")
     }
@@ -63,7 +63,7 @@ def find_newest_whole(
         if not wrong:
             newer = [reason for path, reason in broken.items() if _is_newer(path, checkpoint)]
             return Search(checkpoint.path, [*newer, *problems], damaged)
-        problems += wrong
+        problems += map(storage.tell, wrong)
         damaged.add(checkpoint.path.name)
     return Search(None, [*broken.values(), *problems], damaged)
 

@@ -134,6 +134,10 @@ class Storage:
         """Where a directory of the root is, for people: its path or address."""
         return str(path)
 
+    def tell(self, message: str) -> str:
+        """A message that names files of the root, with their place for people."""
+        return message
+
     def path_of(self, location: str | Path) -> Path:
         """The path that `locate` was asked for; a path stands for itself."""
         return Path(location)

@@ -46,7 +46,7 @@ def rank_anew(
         "%s changed: the best evaluation so far is now %s (%s)",
         " and ".join(changed),
         state.best_metric,
-        best,
+        state.best_model_checkpoint,
     )
 
 
@@ -66,18 +66,19 @@ def load_best(
         best = trainer._ranks().share(None if found is None else str(found))
         if best is None:
             return None
-        logger.info("loading the best model, %s", best)
+        told = manager.storage.locate(Path(best))
+        logger.info("loading the best model, %s", told)
         try:
             manager.load_model(trainer.strategy.unwrap(), best)
         except DamagedError as error:
             damaged.add(best)
-            problems = error.problems
+            problems = [manager.storage.tell(problem) for problem in error.problems]
         else:
             _tell_loaded(trainer.state, manager, Path(best))
-            trainer.bus.fire("on_load_model_weights", path=best)
+            trainer.bus.fire("on_load_model_weights", path=told)
             return None
         if trainer.args.on_damaged_checkpoint == "stop":
-            return CheckpointError("\n".join([*problems, _advice(trainer, best)]))
+            return CheckpointError("\n".join([*problems, _advice(trainer, told)]))
         for problem in problems:
             logger.warning("load_best_model_at_end: passing over a damaged checkpoint: %s", problem)
 
@@ -127,7 +128,7 @@ def _find_best(
             metric,
             state.best_global_step,
             "whole " if damaged else "",
-            best,
+            manager.storage.locate(best),
             _metric(best, metric_name),
         )
     return best

@@ -171,7 +171,7 @@ class Checkpointing:
         once it is complete; with `wait`, before this returns.
         """
         assert self._saver is not None, "called in a run"
-        return str(begin_to_save(self, self._saver, suffix, wait=wait))
+        return begin_to_save(self, self._saver, suffix, wait=wait)
 
     def set_best_checkpoint(self, best_checkpoint: str) -> None:
         """Say which checkpoint is the best: it is recorded, and kept for the rest of the run."""
@@ -209,8 +209,7 @@ class Checkpointing:
         if found is None:
             return None
         # What is at an address has files here for as long as this manager lives.
-        own = found.parent == manager.output_dir
-        return manager.storage.locate(found) if own else str(found)
+        return manager.storage.locate(found)
 
     def get_state_components(self) -> list[StateComponent]:
         """Every object whose state a checkpoint holds, and how ranks share it."""

@@ -21,6 +21,7 @@ from headway.args import TrainingArguments
 from headway.checkpoint import CheckpointError, CheckpointManager, Manifest, read_manifest
 from headway.checkpoint.errors import DamagedError
 from headway.checkpoint.jsonfile import read_json_object
+from headway.checkpoint.storage import is_url, split_location
 from headway.config.differences import differences
 from headway.config.rules_values import LOADABLE
 from headway.config.snapshot import versions, write_json
@@ -64,6 +65,8 @@ class Found:
     """The checkpoint to go on from, and what is wrong with newer ones, a line per file."""
 
     path: Path
+    told: str
+    """Where that is for people: its path or address."""
     damaged: Sequence[str] = ()
 
 
@@ -94,16 +97,30 @@ def find_checkpoint(
             raise ConfigError(
                 f"resume_from_checkpoint must be true, false or a folder, got {resume!r}"
             )
-        path = manager.resolve(resume, verify_tensors=False)
-        assert path is not None, "resolve raises for a path that is not there"
-        return Found(path)
+        return _find_named(manager, args, resume)
     path, damaged = manager.find_intact(verify_tensors=False)
+    told = "" if path is None else manager.storage.locate(path)
     if damaged and (path is None or args.on_damaged_checkpoint == "stop"):
-        way_out = "no older one is whole" if path is None else f"the newest whole one is {path}"
+        way_out = "no older one is whole" if path is None else f"the newest whole one is {told}"
         raise CheckpointError("\n".join([*damaged, _advice(way_out)]))
     for problem in damaged:
         logger.warning("passing over a damaged checkpoint: %s", problem)
-    return None if path is None else Found(path, damaged)
+    return None if path is None else Found(path, told, damaged)
+
+
+def _find_named(manager: CheckpointManager, args: TrainingArguments, resume: str | Path) -> Found:
+    place = args.checkpoint_place
+    if is_url(resume) and split_location(resume)[0] != place.rstrip("/"):
+        raise ConfigError(
+            f"resume_from_checkpoint={resume!r} is an address, and no checkpoint in {place}; "
+            "set checkpoint_address to where it is, or give a folder that it was copied to"
+        )
+    try:
+        path = manager.resolve(resume, verify_tensors=False)
+    except ConfigError as error:
+        raise ConfigError([manager.storage.tell(one) for one in error.problems]) from error
+    assert path is not None, "resolve raises for a path that is not there"
+    return Found(path, manager.storage.locate(path))
 
 
 def find_older(
@@ -117,8 +134,9 @@ def find_older(
     if found is None:
         raise error
     if seed is not None and read_saved_seed(found.path) not in (None, seed):
-        way_out = f"the newest whole one, {found.path}, was saved with another seed"
-        raise CheckpointError("\n".join([*error.problems, _advice(way_out)])) from error
+        way_out = f"the newest whole one, {found.told}, was saved with another seed"
+        damaged = map(manager.storage.tell, error.problems)
+        raise CheckpointError("\n".join([*damaged, _advice(way_out)])) from error
     return found
 
 
@@ -367,7 +385,7 @@ def make_report(
         differences = compare_configs(saved_config, config, loaded, overruled, in_force)
         differences += _compare_seed(saved_state.get("seed"), config, loaded, differences)
     return ResumeReport(
-        checkpoint=str(found.path),
+        checkpoint=found.told,
         step=manifest.step,
         save_counter=manifest.save_counter,
         loaded=sorted(loaded),

@@ -60,7 +60,7 @@ def resume_run(
                 raise
             seed = trainer.state.seed if "trainer" in wanted else None
             found = find_older(others, trainer.args, seed, error)
-            logger.info("resuming from %s", found.path)
+            logger.info("resuming from %s", found.told)
     if {"optimizer", "scheduler"} & wanted:
         _take_back_rates(trainer, float(loaded.trainer_state.get("temporary_rate_factor", 1.0)))
     in_force = InForce.read(trainer.optimizer, trainer.lr_scheduler)

@@ -140,7 +140,7 @@ class Saver:
         if found is None:
             self._trainer._start_over()
         else:
-            logger.info("resuming from %s", self._locate(found.path))
+            logger.info("resuming from %s", found.told)
         return found
 
     def close(self) -> None:
@@ -383,8 +383,7 @@ class Saver:
 
     def _locate(self, path: Path) -> str:
         """A checkpoint's path, or its address, where it was only read or written here."""
-        own = path.parent == self.manager.output_dir
-        return self.manager.storage.locate(path) if own else str(path)
+        return self.manager.storage.locate(path)
 
     def finish(self) -> None:
         """At the end of a run: its last save, and one model on all ranks."""

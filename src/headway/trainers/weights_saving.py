@@ -7,7 +7,6 @@ into the model before, and takes them out after), the bytes (checkpoint).
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.checkpoint import CheckpointManager
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 KIND = "merged"
 
 
-def begin_to_save(trainer: Checkpointing, saver: Saver, suffix: str, *, wait: bool) -> Path:
+def begin_to_save(trainer: Checkpointing, saver: Saver, suffix: str, *, wait: bool) -> str:
     """Begin to write the weights as they are now, for good, as `checkpoint-<step>-<suffix>`.
 
     It is a model folder with the run's configuration and counters, of a kind that no run resumes
@@ -43,4 +42,4 @@ def begin_to_save(trainer: Checkpointing, saver: Saver, suffix: str, *, wait: bo
     saver.background.start(pending)
     if wait:
         saver.deliver()
-    return saver.manager.output_dir / name
+    return saver.manager.storage.locate(saver.manager.output_dir / name)

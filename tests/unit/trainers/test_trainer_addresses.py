@@ -10,7 +10,7 @@ import torch
 
 from headway import TrainerCallback
 from headway.callbacks import DivergenceDetector
-from headway.checkpoint import find_latest_checkpoint, list_checkpoints
+from headway.checkpoint import CheckpointError, find_latest_checkpoint, list_checkpoints
 from headway.cli.main import main
 from headway.engine.metrics import TRAIN_LOSS
 from headway.errors import ConfigError
@@ -36,6 +36,8 @@ class Listener(TrainerCallback):
 
     def on_load(self, path):
         self.heard.append(path)
+
+    on_load_model_weights = on_load
 
 
 def make(address, steps, callbacks=(), **arguments):
@@ -94,6 +96,46 @@ def test_checkpoints_are_saved_and_loaded_on_request(address, tmp_path):
     with pytest.raises(ConfigError, match="is an address; a model folder is written to a disk"):
         trainer.save_model(f"{address}/model")
     assert {path.name for path in tmp_path.iterdir()} <= {"out", "far", "far-else"}
+
+
+class Spoil(TrainerCallback):
+    """Damages a checkpoint once the last one is written."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_run_settled(self, trainer):
+        trainer._saver.deliver()
+        fs, base = fsspec.core.url_to_fs(trainer.args.checkpoint_address)
+        shard = f"{base}/checkpoint-{self.step}/model-00001-of-00001.safetensors"
+        fs.pipe_file(shard, fs.cat_file(shard)[:-1] + b"!")
+
+
+def test_nothing_is_told_of_the_folder_through_which_checkpoints_go(address, tmp_path, caplog):
+    caplog.set_level("INFO")
+    listener = Listener()
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    make(address, 6, [Spoil(6), listener], **evaluated).train()
+    best = f"{address}/checkpoint-4"
+    assert listener.heard[-1] == best and f"loading the best model, {best}" in caplog.text
+    damaged = f"{address}/checkpoint-6/model-00001-of-00001.safetensors is damaged"
+    assert f"load_best_model_at_end: passing over a damaged checkpoint: {damaged}" in caplog.text
+    with pytest.raises(CheckpointError) as caught:
+        make(address, 8, on_damaged_checkpoint="stop").train()
+    assert damaged in str(caught.value)
+    with pytest.raises(ConfigError, match="checkpoint-9 does not exist") as missing:
+        make(address, 8, resume_from_checkpoint=f"{address}/checkpoint-9").train()
+    with pytest.raises(
+        ConfigError, match=r"/else/checkpoint-4' is an address, and no checkpoint in "
+    ):
+        make(address, 8, resume_from_checkpoint=f"{address}/else/checkpoint-4").train()
+    trainer = make(address, 8)
+    trainer.train()
+    assert trainer.save_weights("average", wait=True) == f"{address}/checkpoint-8-average"
+    report = (tmp_path / "out" / "run" / "resume-4.json").read_text()
+    assert json.loads(report)["checkpoint"] == best
+    for told in (caplog.text, str(caught.value), str(missing.value), report):
+        assert "headway-remote" not in told
 
 
 class Spike(TrainerCallback):
