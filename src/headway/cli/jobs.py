@@ -124,7 +124,9 @@ def _spell_post_mortem(found: dict[str, Any]) -> list[str]:
     at = "" if found.get("step") is None else f" after step {found['step']}"
     saved = "nothing is saved"
     if isinstance(checkpoint, dict):
-        saved = f"the last checkpoint is {checkpoint.get('path')}"
+        seen = checkpoint.get("step") is not None
+        what = "the last checkpoint is" if seen else "its checkpoints are in"
+        saved = f"{what} {checkpoint.get('path')}"
     lines = [f"gone{at}: {found.get('error')}; {saved}"]
     if command:
         lines.append(f"go on with, in {found.get('directory')}: {command}")

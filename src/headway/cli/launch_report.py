@@ -70,11 +70,11 @@ class Launched:
         from headway import __version__
         from headway.config.snapshot import redact_command, versions
         from headway.dist.command import continue_command
-        from headway.engine.post_mortem import find_checkpoint, make_report
+        from headway.engine.post_mortem import find_checkpoint, make_report, path_to_resume
 
         checkpoint = find_checkpoint(self.config.args.checkpoint_place)
         by_itself = self.config.args.resume_from_checkpoint is True
-        path = None if checkpoint is None else str(checkpoint["path"])
+        path = path_to_resume(checkpoint)
         command = continue_command(self.command, path, by_itself=by_itself)
         steps = self._read_steps()
         return make_report(

@@ -166,7 +166,7 @@ def _checkpoints(read: Run) -> str:
         size = spell_bytes(sum(file.size for file in found.manifest.files.values()))
         metric = "" if found.manifest.metric is None else f", metric {found.manifest.metric:g}"
         rows.append((found.path.name, f"{found.kind}, {size}, {found.manifest.created}{metric}"))
-    return _table(rows) if rows else "<p>None.</p>"
+    return _table(rows) if rows else "<p>None in its folder.</p>"
 
 
 def _samples(read: Run) -> str:

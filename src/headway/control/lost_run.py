@@ -15,7 +15,7 @@ from headway.control.dashboard.run import Run
 from headway.control.dashboard.tail import parse_line
 from headway.control.run_log import step_of
 from headway.dist.command import continue_command
-from headway.engine.post_mortem import Report, find_checkpoint, make_report
+from headway.engine.post_mortem import Report, find_checkpoint, make_report, path_to_resume
 from headway.engine.process_note import look_at_process
 
 FROM_FILES = "the run's files"
@@ -26,7 +26,10 @@ _HIDDEN = ("type", "timestamp", "global_step", "max_steps", "step")
 def examine(run: Run) -> Report:
     """The run must have caught up with its log."""
     note, environment = run.process_note() or {}, run.environment()
-    checkpoint = find_checkpoint(run.folder)
+    address = run.args().get("checkpoint_address")
+    # An address of any file that somebody is shown is not opened.
+    remote = {"path": address, "step": None} if isinstance(address, str) else None
+    checkpoint = remote or find_checkpoint(run.folder)
     pid, host = note.get("pid"), note.get("host") or environment.get("host")
     if look_at_process(note) == "gone":
         error = f"process {pid} on {host} is gone, and left no word of why"
@@ -58,8 +61,8 @@ def _spell_command(run: Run, note: dict[str, Any], checkpoint: dict[str, Any] | 
     words = note.get("command")
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         return None
-    path = None if checkpoint is None else str(checkpoint["path"])
-    return shlex.join(continue_command(words, path, by_itself=note.get("resumes") is True))
+    path, by_itself = path_to_resume(checkpoint), note.get("resumes") is True
+    return shlex.join(continue_command(words, path, by_itself=by_itself))
 
 
 def _last_steps(run: Run) -> list[dict[str, Any]]:

@@ -37,6 +37,7 @@ from headway.engine.post_mortem import (
     Report,
     find_checkpoint,
     make_report,
+    path_to_resume,
     read_report,
     remove_report,
     write_report,
@@ -198,8 +199,7 @@ class Examination:
         if command is None:
             return None
         by_itself = self._args.resume_from_checkpoint is True
-        path = None if checkpoint is None else str(checkpoint["path"])
-        words = continue_command(command, path, by_itself=by_itself)
+        words = continue_command(command, path_to_resume(checkpoint), by_itself=by_itself)
         return hide_secrets(shlex.join(redact_command(words)), hidden)
 
     def _last_steps(self) -> list[dict[str, Any]]:

@@ -115,9 +115,12 @@ def remove_report(folder: str | Path) -> None:
 
 
 def find_checkpoint(place: str | Path) -> dict[str, Any] | None:
-    """The newest checkpoint that a run can go on from, in a folder or at an address."""
+    """The newest checkpoint that a run can go on from, in a folder or at an address.
+
+    The `step` is None, and the `path` where its checkpoints are, if nobody could look there.
+    """
     from headway.checkpoint.manifest import committed
-    from headway.checkpoint.storage import open_storage
+    from headway.checkpoint.storage import is_url, open_storage
 
     try:
         storage = open_storage(place)
@@ -125,10 +128,15 @@ def find_checkpoint(place: str | Path) -> dict[str, Any] | None:
         usable = [found for found in committed(storage.root) if found.kind == "training"]
     except Exception as error:  # whatever a network or its library raises: a run has failed already
         logger.warning("could not look for checkpoints in %s: %s", place, error)
-        return None
+        return {"path": str(place), "step": None} if is_url(place) else None
     if not usable:
         return None
     return {"path": storage.locate(usable[-1].path), "step": usable[-1].step}
+
+
+def path_to_resume(checkpoint: Mapping[str, Any] | None) -> str | None:
+    """What `--resume` would name."""
+    return None if checkpoint is None or checkpoint["step"] is None else str(checkpoint["path"])
 
 
 def describe(report: Mapping[str, Any]) -> str:
@@ -148,7 +156,6 @@ def describe(report: Mapping[str, Any]) -> str:
 def render_text(report: Mapping[str, Any]) -> str:
     """The report for people."""
     told = datetime.datetime.fromtimestamp(report["time"], datetime.UTC)
-    checkpoint = report.get("checkpoint")
     lines = [
         describe(report),
         "",
@@ -160,9 +167,7 @@ def render_text(report: Mapping[str, Any]) -> str:
             ("process", _spell_process(report)),
             ("run", report.get("run_id")),
             ("folder", report.get("output_dir")),
-            ("checkpoint", f"{checkpoint['path']} (step {checkpoint['step']})")
-            if checkpoint
-            else ("checkpoint", "none: it begins anew"),
+            ("checkpoint", _spell_checkpoint(report.get("checkpoint"))),
             ("headway", report.get("version")),
         ),
         "",
@@ -178,6 +183,14 @@ def render_text(report: Mapping[str, Any]) -> str:
     if report.get("memory"):
         lines += ["Memory", "", *_spell_memory(report["memory"]), ""]
     return "\n".join(lines)
+
+
+def _spell_checkpoint(found: Mapping[str, Any] | None) -> str:
+    if not found:
+        return "none: it begins anew"
+    if found["step"] is None:
+        return f"what is in {found['path']} was not looked at"
+    return f"{found['path']} (step {found['step']})"
 
 
 def _rows(*rows: tuple[str, Any]) -> list[str]:

@@ -27,6 +27,7 @@ from headway.control.dashboard.mounted import mount
 from headway.control.dashboard.shelf import Shelf
 from headway.control.dashboard.standalone import DashboardServer
 from headway.control.server import ControlServer
+from headway.engine.post_mortem import render_text
 from headway.engine.process_note import write_note
 
 CONTROL, READ = "c" * 64, "r" * 64
@@ -272,6 +273,23 @@ def test_a_run_that_died_without_a_word_is_examined_from_its_files(tmp_path, ope
     assert report["directory"] == "/somewhere" and report["checkpoint"] is None
     assert [step["step"] for step in report["last_steps"]] == list(range(11, 31))
     assert report["last_steps"][-1]["loss"] == 1.0 / 30
+
+
+def test_of_a_lost_run_with_checkpoints_at_an_address_it_is_said_where_they_are(
+    tmp_path, open_board, monkeypatch
+):
+    # Anybody may have written the file: it is no reason to ask a server on the network.
+    monkeypatch.setattr("headway.checkpoint.remote._open_file_system", pytest.fail)
+    write_run(
+        tmp_path / "run", records_of(3, end=False), {"args": {"checkpoint_address": "s3://b/run"}}
+    )
+    leave_note(tmp_path / "run", "headway", "train", "run.yaml", "--no-resume")
+    board = open_board(tmp_path)
+    (run,) = board.get("/api/runs")["runs"]
+    report = board.get(f"/api/runs/{run['id']}/post_mortem")
+    assert report["checkpoint"] == {"path": "s3://b/run", "step": None}
+    assert report["resume_command"] == "headway train run.yaml"
+    assert "what is in s3://b/run was not looked at" in render_text(report)
 
 
 def test_a_run_whose_process_lives_is_running_however_long_it_says_nothing(tmp_path, open_board):

@@ -11,6 +11,7 @@ import torch
 from headway import TrainerCallback
 from headway.callbacks import DivergenceDetector
 from headway.checkpoint import CheckpointError, find_latest_checkpoint, list_checkpoints
+from headway.checkpoint.remote import RemoteStorage
 from headway.cli.main import main
 from headway.engine.metrics import TRAIN_LOSS
 from headway.errors import ConfigError
@@ -222,3 +223,23 @@ def test_a_post_mortem_names_the_checkpoint_at_the_address(address, tmp_path):
         make(address, 4, [Fail()]).train()
     told = json.loads((tmp_path / "out" / "post_mortem.json").read_text())
     assert told["checkpoint"] == {"path": f"{address}/checkpoint-2", "step": 2}
+
+
+def test_a_post_mortem_does_not_say_that_nothing_is_saved_where_nobody_could_look(
+    address, tmp_path, monkeypatch
+):
+    def fail(self):
+        raise OSError("the network is gone")
+
+    class FailWithoutNetwork(TrainerCallback):
+        def on_step_end(self, state, trainer):
+            if state.global_step == 3:
+                trainer._saver.deliver()
+                monkeypatch.setattr(RemoteStorage, "refresh", fail)
+                raise ValueError("the third step is wrong")
+
+    with pytest.raises(ValueError, match="third step"):
+        make(address, 4, [FailWithoutNetwork()]).train()
+    told = json.loads((tmp_path / "out" / "post_mortem.json").read_text())
+    assert told["checkpoint"] == {"path": address, "step": None}
+    assert "begins anew" not in (tmp_path / "out" / "post_mortem.txt").read_text()

@@ -75,7 +75,7 @@ export async function showCheckpoints(run, session) {
   const panel = byId("panel-checkpoints");
   const { checkpoints } = await get(runPath(run.id, "checkpoints"));
   fill(panel, [run.id, checkpoints, session], () => {
-    if (!checkpoints.length) return [empty("No checkpoint was saved yet.")];
+    if (!checkpoints.length) return [empty("No checkpoint is in the run's folder yet.")];
     const verifiable = session.standalone && session.role === "control";
     const columns = [
       { title: "Checkpoint" },

@@ -37,18 +37,22 @@ function finding(key, title, ...children) {
   return el("section", { class: "card finding", "data-key": key }, el("h3", {}, title), ...children);
 }
 
+function spellCheckpoint(found) {
+  if (!found) return "none: it begins anew";
+  return found.step === null ? `what is in ${found.path} was not looked at` : `${found.path} (step ${found.step})`;
+}
+
 function whatHappened(report) {
   const alone = report.culprit_rank === null || report.culprit_rank === undefined || report.world_size === 1;
   const died = alone && report.error_type === "lost" && !report.signal;
   const who = died ? "The run died without a word" : alone ? "The run failed" : `Rank ${report.culprit_rank} of ${report.world_size ?? "?"} failed first`;
   const kind = report.signal ? `ended by ${report.signal}` : report.error_type;
   const what = [kind, report.error].filter(Boolean).map(format.plain).join(": ");
-  const checkpoint = report.checkpoint;
   const facts = [
     ["When", format.dateTime(report.time)],
     ["After step", report.step],
     ["Exit code", report.exit_code],
-    ["Last checkpoint", checkpoint ? `${checkpoint.path} (step ${checkpoint.step})` : "none: it begins anew"],
+    ["Last checkpoint", spellCheckpoint(report.checkpoint)],
     ["Process", report.pid ? `${report.pid} on ${report.host ?? "?"}` : null],
     ["Told by", report.reported_by],
     ["Run", report.run_id],
