@@ -23,6 +23,10 @@ def find_model_folder(given: str) -> Path:
     """The model folder a path means: itself, a run's newest checkpoint, or a run's `model/`."""
     from headway.checkpoint import find_latest_checkpoint
 
+    if "://" in given:
+        raise ConfigError(
+            f"DIR: {given} is an address; fetch the model with: headway finalize {given} FOLDER"
+        )
     path = Path(given)
     if not path.exists():
         raise ConfigError(f"DIR: {given} does not exist")
