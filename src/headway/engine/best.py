@@ -31,9 +31,16 @@ def update_best(state: TrainerState, args: TrainingArguments, metrics: Mapping[s
     return True
 
 
-def evaluation_of_step(state: TrainerState) -> dict[str, float] | None:
-    """What the history of a run has of an evaluation of the step where it stands."""
+def evaluation_of_step(state: TrainerState, args: TrainingArguments) -> dict[str, float] | None:
+    """What the history of a run has of an evaluation of the step where it stands.
+
+    None too if it lacks a metric that checkpoints are ranked by now.
+    """
+    wanted = {args.metric_for_best_model}
+    if args.preserve_best_model:
+        wanted.add(args.best_model_metric)
     for log in reversed(state.log_history):
         if log.get("step") == state.global_step and "eval_runtime" in log:
-            return {name: value for name, value in log.items() if name not in ("step", "epoch")}
+            found = {name: value for name, value in log.items() if name not in ("step", "epoch")}
+            return found if all(lookup_metric(found, one) is not None for one in wanted) else None
     return None

@@ -62,7 +62,7 @@ class TrainingLoop:
             stands=not parts.state.is_world_process_zero,
         )
         self._done, self._saved_step = False, -1
-        self._last_metrics = evaluation_of_step(parts.state)  # if it is resumed
+        self._last_metrics = evaluation_of_step(parts.state, parts.args)  # if it is resumed
         self._evaluated_step = parts.state.global_step if self._last_metrics else -1
         self._stepped = False
         self._last_step = LastStep(parts.loader, parts.bus, active=parts.args.save_on_error)

@@ -16,7 +16,7 @@ from headway.data.fingerprint import fingerprint_data
 from headway.data.loader import WindowLoader
 from headway.data.tokenizer import ByteTokenizer
 from headway.errors import ConfigError
-from headway.testing import tiny_dataset, tiny_decoder
+from headway.testing import tiny_dataset, tiny_decoder, tiny_trainer
 from headway.trainers.fingerprints import fingerprint_tokenizer
 from headway.trainers.resume import compare_configs
 
@@ -554,3 +554,16 @@ def test_a_run_that_is_complete_is_not_evaluated_again(tmp_path):
     assert run(6) == ([2, 4, 5, 6], [2, 4, 5, 6])
     for _ in range(2):  # no checkpoint has that one
         assert run(7, save_strategy="no") == ([2, 4, 5, 6, 7], [2, 4, 5, 6, 7])
+
+
+@pytest.mark.parametrize("changes", [
+    {"metric_for_best_model": "eval_score", "load_best_model_at_end": True},
+    {"best_model_metric": "score", "preserve_best_model": True},
+])  # fmt: skip
+def test_a_complete_run_is_evaluated_again_for_a_metric_that_it_did_not_have(tmp_path, changes):
+    saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    tiny_trainer(tmp_path, max_steps=2, **saving).train()
+    again = tiny_trainer(tmp_path, max_steps=2, **saving, **changes)
+    again.compute_metrics = lambda found: {"score": 0.5}
+    again.train()
+    assert read_manifest(tmp_path / "out" / "checkpoint-2").metric == 0.5
