@@ -10,6 +10,7 @@ Nothing is computed, so there is no loss, no gradient, no update, and none of th
 
 from __future__ import annotations
 
+import logging
 import warnings
 
 from torch import Tensor
@@ -27,6 +28,8 @@ from headway.engine.metrics import (
 from headway.engine.parts import LoopParts
 from headway.engine.rescue import LastStep
 
+logger = logging.getLogger(__name__)
+
 
 class Stepper:
     """Takes the steps of one run."""
@@ -38,6 +41,7 @@ class Stepper:
         self.edits_windows = False
         """Whether anybody on any rank may edit windows: to count them again takes all ranks."""
         self._rate_names: list[str] = []
+        self._told_of_no_targets = False
         self._parameters = list(parts.strategy.unwrap().parameters())
 
     def take(self, window: Window) -> None:
@@ -53,6 +57,8 @@ class Stepper:
             return
         num_targets = totals.num_target_tokens
         if isinstance(num_targets, int):
+            if num_targets < 1:
+                self._tell_of_no_targets()
             num_targets = max(1, num_targets)
         else:
             num_targets = num_targets.clamp(min=1)
@@ -81,6 +87,17 @@ class Stepper:
             measured[LOSS_SCALE] = p.strategy.loss_scale.value
         p.metrics.record_step(p.state.global_step, measured)
         fire("on_step_end")
+
+    def _tell_of_no_targets(self) -> None:
+        state = self._parts.state
+        if self._told_of_no_targets or not state.is_world_process_zero:
+            return
+        self._told_of_no_targets = True
+        logger.warning(
+            "no label of step %d counts (each is -100, or the first of its row): its loss is 0 "
+            "and nothing is learnt from it; further steps without one are not told",
+            state.global_step + 1,
+        )
 
     def _leave_out(self, totals: Window | WindowTotals) -> None:
         p, measured = self._parts, self._read_rates()

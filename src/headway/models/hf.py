@@ -85,6 +85,14 @@ def predicts_next_token(model: nn.Module) -> bool:
     return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
 
 
+def makes_causal_loss(model: nn.Module) -> bool:
+    """Whether it is a model of transformers with the loss of its causal ones, which leaves out -100
+    and no other label."""
+    own = type(model).__module__.startswith("transformers.models.")
+    name = getattr(getattr(model, "loss_function", None), "__name__", "") if own else ""
+    return name == "ForCausalLMLoss" and _asks_for_its_loss(model)
+
+
 def _asks_for_its_loss(model: nn.Module) -> bool:
     """Whether its forward calls transformers' `loss_function`, and does not make a loss itself."""
     return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names

@@ -61,6 +61,11 @@ def load_best(
     """
     assert trainer.strategy is not None
     damaged: set[str] = set()
+    if trainer.args.on_damaged_checkpoint == "stop":
+        unreadable = trainer._ranks().share(_unreadable_best(manager, trainer.state))
+        if unreadable is not None:
+            told, problem = unreadable
+            return CheckpointError("\n".join([problem, _advice(trainer, told)]))
     while True:
         found = _find_best(manager, trainer.state, metric_name, damaged)
         best = trainer._ranks().share(None if found is None else str(found))
@@ -99,6 +104,22 @@ def _advice(trainer: Trainer, best: str) -> str:
         "checkpoints are whole; with on_damaged_checkpoint=fallback the same run loads the best of "
         "them"
     )
+
+
+def _unreadable_best(manager: CheckpointManager, state: TrainerState) -> list[str] | None:
+    """The checkpoint of the best evaluation and what is wrong with its manifest, where it is there
+    and not to be read: it would be passed over as if it had never been."""
+    recorded = state.best_model_checkpoint
+    if recorded is None:
+        return None
+    place = manager.storage.path_of(recorded).absolute()
+    if not place.is_dir():
+        return None
+    try:
+        read_manifest(place)
+    except CheckpointError as error:
+        return [recorded, manager.storage.tell(str(error))]
+    return None
 
 
 def _find_best(

@@ -20,9 +20,12 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from headway.args import PipelineTrainingArguments, TrainingArguments
+from headway.data.counting import IGNORED_LABEL
 from headway.data.loader import WindowLoader
 from headway.data.tokenizer import load_tokenizer
 from headway.errors import ConfigError
+from headway.models.decoder import Decoder
+from headway.models.hf import makes_causal_loss
 from headway.precision import fp8
 from headway.trainers.collation import ColumnChoice
 from headway.trainers.plan import RunPlan, sample_length
@@ -73,13 +76,24 @@ class GuardedCollator:
     """Collates, and refuses a batch that the model cannot take: an index error deep in the model,
     or a failed assertion on the device, would not say which data it was."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any], model: nn.Module, option: str) -> None:
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Any],
+        model: nn.Module,
+        option: str,
+        *,
+        own_loss: bool = False,
+    ) -> None:
         self.__wrapped__ = collate
         self._choose = ColumnChoice(collate, model, option)
         self._vocabulary, self._positions = vocabulary_size(model), longest_sequence(model)
         # An encoder-decoder's labels are another text than its inputs.
         config = getattr(model, "config", None)
         self._labels_go_with_ids = not getattr(config, "is_encoder_decoder", False)
+        # A loss of the user's own may leave out other labels.
+        self._leaves_out_one = not own_loss and (
+            isinstance(model, Decoder) or makes_causal_loss(model)
+        )
         self._option = option
 
     def __call__(self, items: list[Any]) -> Any:
@@ -112,6 +126,14 @@ class GuardedCollator:
             )
         if vocabulary is not None and labels.numpy().max() >= vocabulary:
             return _vocabulary_problem(self._option, int(labels.max()), vocabulary, "a label")
+        if self._leaves_out_one:
+            below = labels.numpy()[labels.numpy() < 0]
+            wrong = below[below != IGNORED_LABEL]
+            if wrong.size:
+                return (
+                    f"{self._option}: a label is {int(wrong[0])}, which is no token; what is not "
+                    f"to count has the label {IGNORED_LABEL}"
+                )
         return None
 
 

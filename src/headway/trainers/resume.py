@@ -19,6 +19,7 @@ from typing import Any
 
 from headway.args import TrainingArguments
 from headway.checkpoint import CheckpointError, CheckpointManager, Manifest, read_manifest
+from headway.checkpoint.discovery import find_latest_checkpoint
 from headway.checkpoint.errors import DamagedError
 from headway.checkpoint.jsonfile import read_json_object
 from headway.checkpoint.storage import is_url, split_location
@@ -105,7 +106,25 @@ def find_checkpoint(
         raise CheckpointError("\n".join([*damaged, _advice(way_out)]))
     for problem in damaged:
         logger.warning("passing over a damaged checkpoint: %s", problem)
-    return None if path is None else Found(path, told, damaged)
+    if path is None:
+        _refuse_to_leave_behind(args)
+        return None
+    return Found(path, told, damaged)
+
+
+def _refuse_to_leave_behind(args: TrainingArguments) -> None:
+    """A run whose checkpoints were in `output_dir` until now would begin anew without a word."""
+    here = (
+        None
+        if args.checkpoint_address is None
+        else find_latest_checkpoint(args.output_dir, kind="training")
+    )
+    if here is not None:
+        raise ConfigError(
+            f"checkpoint_address={args.checkpoint_address!r} holds no checkpoint yet, and "
+            f"output_dir holds {here}; set resume_from_checkpoint={here!r} to go on from that one, "
+            "or resume_from_checkpoint=False to start anew"
+        )
 
 
 def _find_named(manager: CheckpointManager, args: TrainingArguments, resume: str | Path) -> Found:

@@ -247,13 +247,14 @@ class Trainer(
         accumulation = accumulation_steps(args, shard.world_size, dataset) if training else 1
         model = self.strategy.unwrap()
         collate = choose_collator(self.data_collator, self.processing_class, model)
+        own_loss = self.compute_loss_func is not None
         loader = WindowLoader(
             dataset,
             batch_size=(
                 args.per_device_train_batch_size if training else args.per_device_eval_batch_size
             ),
             accumulation=accumulation,
-            collate_fn=GuardedCollator(collate, model, option),
+            collate_fn=GuardedCollator(collate, model, option, own_loss=own_loss),
             seed=self.state.seed or 0,
             shuffle=training,
             drop_last=args.dataloader_drop_last,

@@ -666,6 +666,7 @@ class Hidden(torch.utils.data.Dataset):
         ({"input_ids": [1] * 5000}, "sequences of 5000 tokens, but the model takes at most"),
         ({"input_ids": [1, -3, 3]}, "negative token id -3"),
         ({"input_ids": [1, 2, 3], "labels": [1, 2, 999]}, "a label has the token id 999"),
+        ({"input_ids": [1, 2, 3], "labels": [1, -1, 3]}, "a label is -1, .* has the label -100"),
     ],
 )
 def test_bad_samples_anywhere_are_named(tmp_path, bad, message):
@@ -677,6 +678,24 @@ def test_bad_samples_anywhere_are_named(tmp_path, bad, message):
     trainer.train_dataset = Hidden([*good, bad])
     with pytest.raises(ConfigError, match=message):
         trainer.train()
+
+
+def test_a_loss_of_the_users_own_may_leave_out_other_labels(tmp_path):
+    def loss_of(outputs, labels, num_items_in_batch):
+        return outputs.logits.sum() * 0
+
+    data = [{"input_ids": [1, 2, 3], "labels": [1, -1, 3]} for _ in range(4)]
+    trainer = tiny_trainer(tmp_path, max_steps=1)
+    trainer.train_dataset, trainer.compute_loss_func = data, loss_of
+    assert trainer.train().global_step == 1
+
+
+def test_labels_none_of_which_counts_are_told_once(tmp_path, caplog):
+    trainer = tiny_trainer(tmp_path, max_steps=3)
+    trainer.train_dataset = [{"input_ids": [1, 2, 3], "labels": [-100] * 3} for _ in range(12)]
+    trainer.train()
+    assert caplog.text.count("no label of step 1 counts") == 1
+    assert caplog.text.count("counts (each is -100") == 1
 
 
 def test_arguments_show_where_the_process_stands(tmp_path):

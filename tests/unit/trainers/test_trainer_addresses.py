@@ -190,6 +190,19 @@ def test_several_ranks_are_refused_by_the_name_of_the_option():
         check_arguments(args, torch.nn.Linear(1, 1), None, torch.device("cpu"))
 
 
+def test_checkpoints_in_the_folder_are_not_left_behind_without_a_word(address):
+    trainer = tiny_trainer(".", max_steps=2, save_strategy="steps", save_steps=2)
+    trainer.train()
+    there = find_latest_checkpoint(trainer.args.output_dir)
+    with pytest.raises(ConfigError) as caught:
+        make(address, 4).train()
+    assert f"set resume_from_checkpoint='{there}'" in str(caught.value)
+    assert list_checkpoints(address) == []
+    assert make(address, 4).train(resume_from_checkpoint=there).global_step == 4
+    assert find_latest_checkpoint(address) == f"{address}/checkpoint-4"
+    assert make(address, 5).train().global_step == 5  # the address has its own now
+
+
 RUN = """\
 model: {vocab_size: 258, hidden_size: 16, num_layers: 1, num_heads: 2, max_seq_len: 32}
 data:

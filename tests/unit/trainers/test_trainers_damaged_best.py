@@ -95,3 +95,24 @@ def test_a_run_whose_best_model_is_damaged_may_end_with_an_error_and_is_finished
     assert not list((tmp_path / "out").glob("post_mortem*")), "nothing failed in the run"
     again, *_ = train_to_a_damaged_best(tmp_path, [])
     assert again.train().global_step == 3 and torch.equal(weights_of(again), keep.weights[0])
+
+
+def test_a_best_model_whose_manifest_is_damaged_is_not_passed_over_under_stop(tmp_path):
+    class Spoil(ScriptedLosses):
+        def on_run_settled(self, trainer):
+            trainer._saver.deliver()
+            manifest = Path(trainer.args.output_dir, "checkpoint-2", "checkpoint_manifest.json")
+            manifest.write_bytes(manifest.read_bytes()[:-9])
+
+    keep = KeepWeights()
+    trainer = tiny_trainer(
+        tmp_path, [Spoil([2.0, 1.0, 3.0]), keep], max_steps=3, eval_strategy="steps", eval_steps=1,
+        save_strategy="steps", save_steps=1, save_total_limit=None, load_best_model_at_end=True,
+        on_damaged_checkpoint="stop", learning_rate=1e-2,
+    )  # fmt: skip
+    with pytest.raises(CheckpointError) as caught:
+        trainer.train()
+    told = str(caught.value)
+    assert "checkpoint-2/checkpoint_manifest.json" in told and "checkpoint-2, is damaged" in told
+    assert torch.equal(weights_of(trainer), keep.weights[2])
+    assert trainer.state.outcome == "completed"
