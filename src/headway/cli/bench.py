@@ -96,22 +96,31 @@ def run(options: argparse.Namespace) -> int:
     job = choose_job(torch.cuda.mem_get_info()[0] if device == "cuda" else None, options.quick)
     if modes is None:
         modes = MODES if device == "cuda" and not options.quick else MODES[:1]
-    rows = []
-    with _ending_by_sigterm():
-        for plan in plans(systems, modes, options.rounds, job, device, steps, warmup):
-            if not options.quiet:
-                write_line(f"{plan.system}, {_mode(plan.compiled)} ...")
-            rows.append(measure_apart(plan, [sys.executable, "-m", "headway", "bench"]))
-    facts = {
+    rows: list[Row] = []
+    is_whole = False
+    try:
+        with _ending_by_sigterm():
+            for plan in plans(systems, modes, options.rounds, job, device, steps, warmup):
+                if not options.quiet:
+                    write_line(f"{plan.system}, {_mode(plan.compiled)} ...")
+                rows.append(measure_apart(plan, [sys.executable, "-m", "headway", "bench"]))
+        is_whole = True
+    except KeyboardInterrupt:
+        if not rows:  # what was measured took minutes; without any there is nothing to tell
+            raise
+    facts: dict[str, Any] = {
         "job": dataclasses.asdict(job) | {"parameters": job.parameters},
         "device": device,
         "left_out": left_out,
+        "is_whole": is_whole,
         "rows": join_rounds(rows),
     }
     if options.json:
         print_json(facts)
     else:
         _print(job, facts)
+    if not is_whole:
+        return 128 + signal.SIGINT
     return 1 if any("error" in row for row in facts["rows"]) else 0
 
 
@@ -347,3 +356,5 @@ def _print(job: Job, facts: dict[str, Any]) -> None:
             print("\n".join(f"  {line}" for line in row["output"]))
     for system, package in facts["left_out"].items():
         print(f"left out: {NAMES[system]} ({package} is not installed)")
+    if not facts["is_whole"]:
+        print("stopped before the rest was measured")

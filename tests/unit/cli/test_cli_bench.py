@@ -182,6 +182,30 @@ def test_the_table_tells_every_system_also_one_that_failed(
     assert facts["job"]["layers"] == 4
 
 
+def test_an_interrupt_keeps_what_was_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = ["bare-decoder"]
+
+    def measure(plan: Plan, command: list[str]) -> dict[str, Any]:
+        if plan.system not in measured:
+            raise KeyboardInterrupt
+        return row(plan.system, 10.0)
+
+    monkeypatch.setattr(bench, "measure_apart", measure)
+    words = ["bench", "--cpu", "--systems", "bare-decoder", "decoder"]
+    assert main(words) == 130
+    out = capsys.readouterr().out
+    assert "10.00    1.000" in out and "stopped before the rest was measured" in out
+    assert main([*words, "--json"]) == 130
+    facts = json.loads(capsys.readouterr().out)
+    assert len(facts["rows"]) == 1 and facts["is_whole"] is False
+    measured.clear()
+    assert main(words) == 130
+    told = capsys.readouterr()
+    assert "interrupted" in told.err and "ms per step" not in told.out
+
+
 def test_a_process_of_its_own_measures_a_system(tmp_path: Path) -> None:
     """The command line that the verb gives to itself, run here."""
     result = tmp_path / "result.json"
