@@ -197,12 +197,14 @@ def _alike(key: str, values: list[Any]) -> list[Any]:
         raise ConfigError(f"{key!r} must be numbers in every sample of a batch: {wrong[0]!r:.80}")
     if isinstance(values[0], torch.Tensor):
         tensors = [torch.as_tensor(value) for value in values]
-        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+        typed = [tensor for tensor in tensors if tensor.numel()] or tensors
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in typed))
         return [tensor.to(dtype) for tensor in tensors]
     arrays = [np.asarray(value) for value in values]
+    # Nothing (an empty list) is of no type, and numpy would say fractions.
+    dtypes = {array.dtype for array in arrays if array.size} or {array.dtype for array in arrays}
     # numpy would make double precision of whole numbers beside single ones.
-    kept = {array.dtype for array in arrays if array.dtype.kind in "fc"}
-    common = np.result_type(*(kept or {array.dtype for array in arrays}))
+    common = np.result_type(*({dtype for dtype in dtypes if dtype.kind in "fc"} or dtypes))
     return [array.astype(common, copy=False) for array in arrays]
 
 

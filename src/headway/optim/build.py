@@ -131,17 +131,18 @@ def _factory_of(given: Any) -> OptimizerFactory:
     """What makes an optimizer of `optimizer_cls_and_kwargs`."""
     option = "optimizer_cls_and_kwargs"
     is_pair = isinstance(given, tuple | list) and len(given) == 2
-    if not is_pair or not isinstance(given[0], type) or not isinstance(given[1], Mapping):
+    if not is_pair or not callable(given[0]) or not isinstance(given[1], Mapping):
         raise ConfigError(
             f"{option} must be an optimizer's class and a dict of its arguments, got {given!r}"
         )
     cls, kwargs = given
     try:
-        inspect.signature(cls).bind([], **kwargs)
+        inspect.signature(cls, follow_wrapped=False).bind([], **kwargs)
     except ValueError:  # some that are not written in Python tell no signature
         pass
     except TypeError as error:
-        raise ConfigError(f"{option}: {cls.__name__}: {error}") from error
+        name = getattr(cls, "__name__", repr(cls))
+        raise ConfigError(f"{option}: {name}: {error}") from error
     return lambda param_groups: cls(param_groups, **kwargs)
 
 

@@ -151,7 +151,8 @@ def _uncallable(function: Any, words: tuple[str, ...]) -> str | None:
         return f"is no function; allowed: one that is called with ({form})"
     named = {word.removesuffix("="): None for word in words if word.endswith("=")}
     try:
-        signature = inspect.signature(function)
+        # A decorator may take other words than what it wraps: its own ones count.
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # some that are not written in Python tell none
         return None
     try:

@@ -68,6 +68,15 @@ def test_whole_numbers_beside_fractions_are_numbers_of_one_kind(kind):
         assert labels.dtype == torch.float32 or kind is np.array  # whose float64 somebody chose
 
 
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_an_empty_list_makes_no_fractions_of_whole_numbers(kind):
+    """As an encoder-decoder has labels, where a text has no answer."""
+    rows = [{"input_ids": [1], "labels": kind(labels)} for labels in ([5, 6], [])]
+    for given in (rows, rows[::-1]):
+        labels = default_collator(given)["labels"]
+        assert labels.dtype == torch.int64 and sorted(labels.tolist())[1] == [5, 6]
+
+
 def test_samples_without_token_ids_have_labels_too():
     rows = [{"pixel_values": [0.5, 1.0], "label": n} for n in range(2)]
     assert PadCollator(causal_labels=False)(rows)["labels"].tolist() == [0, 1]

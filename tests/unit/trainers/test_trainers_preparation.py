@@ -1,10 +1,13 @@
 """Objects that are given beside options, and what a strategy is given for its forwards."""
 
+import functools
+
 import pytest
 import torch
 
 from headway import ConfigError, Trainer, TrainingArguments
 from headway.models.fused_loss import chunked_loss
+from headway.optim.build import build_optimizer
 from headway.strategies.single import SingleDevice
 from headway.testing import tiny_dataset, tiny_decoder
 from headway.trainers.preparation import choose_fused_loss, equip, model_source
@@ -95,6 +98,14 @@ def test_a_function_that_cannot_be_called_is_named_before_it_costs_anything(
     assert not (tmp_path / "out").exists()
 
 
+def with_predictions_alone(function):
+    @functools.wraps(function)
+    def call(prediction):
+        return function(prediction.predictions, prediction.label_ids)
+
+    return call
+
+
 def test_functions_of_any_kind_are_taken():
     class Collator:
         def __call__(self, samples, return_tensors=None):
@@ -111,3 +122,12 @@ def test_functions_of_any_kind_are_taken():
         optimizer_factory=torch.optim.AdamW,
         lr_scheduler_factory=torch.optim.lr_scheduler.ConstantLR,
     )
+    # What a decorator takes counts, and not what it wraps.
+    Trainer(
+        args=args,
+        model_init=tiny_decoder,
+        compute_metrics=with_predictions_alone(lambda predictions, labels: {}),
+    )
+    adamw = functools.partial(torch.optim.AdamW, lr=0.5)
+    made = build_optimizer(tiny_decoder(), args, cls_and_kwargs=(adamw, {"eps": 0.1}))
+    assert [(group["lr"], group["eps"]) for group in made.param_groups] == [(0.5, 0.1)]
