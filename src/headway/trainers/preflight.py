@@ -90,10 +90,9 @@ class GuardedCollator:
         # An encoder-decoder's labels are another text than its inputs.
         config = getattr(model, "config", None)
         self._labels_go_with_ids = not getattr(config, "is_encoder_decoder", False)
-        # A loss of the user's own may leave out other labels.
-        self._leaves_out_one = not own_loss and (
-            isinstance(model, Decoder) or makes_causal_loss(model)
-        )
+        # A loss of the user's own, also in a class made of Decoder, may leave out other labels.
+        is_decoder = getattr(type(model), "forward", None) is Decoder.forward
+        self._leaves_out_one = not own_loss and (is_decoder or makes_causal_loss(model))
         self._option = option
 
     def __call__(self, items: list[Any]) -> Any:

@@ -149,6 +149,7 @@ class Trainer(
         self._enable_activation_checkpoint_fn = enable_activation_checkpoint_fn
         self._check_functions()
         self._fused_loss = choose_fused_loss(args, fused_loss_factory, device, compute_loss_func)
+        self._fuses_its_own = fused_loss_factory is not None
         self._run_config = run_config
         self.state = TrainerState(
             is_world_process_zero=self.env.rank == 0,
@@ -247,7 +248,7 @@ class Trainer(
         accumulation = accumulation_steps(args, shard.world_size, dataset) if training else 1
         model = self.strategy.unwrap()
         collate = choose_collator(self.data_collator, self.processing_class, model)
-        own_loss = self.compute_loss_func is not None
+        own_loss = self.compute_loss_func is not None or self._fuses_its_own
         loader = WindowLoader(
             dataset,
             batch_size=(

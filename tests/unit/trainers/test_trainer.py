@@ -14,6 +14,7 @@ from torch import nn
 
 from headway import ConfigError, Trainer, TrainerCallback, TrainingArguments
 from headway.engine.loop import NonFiniteError
+from headway.models.decoder import Decoder
 from headway.testing import (
     count_host_syncs,
     tiny_dataset,
@@ -680,14 +681,28 @@ def test_bad_samples_anywhere_are_named(tmp_path, bad, message):
         trainer.train()
 
 
+class OwnLoss(Decoder):
+    def forward(self, input_ids, labels=None, **more):
+        logits = super().forward(input_ids, **more).logits
+        return {"loss": logits.sum() * 0, "logits": logits}
+
+
 def test_a_loss_of_the_users_own_may_leave_out_other_labels(tmp_path):
     def loss_of(outputs, labels, num_items_in_batch):
         return outputs.logits.sum() * 0
 
-    data = [{"input_ids": [1, 2, 3], "labels": [1, -1, 3]} for _ in range(4)]
-    trainer = tiny_trainer(tmp_path, max_steps=1)
-    trainer.train_dataset, trainer.compute_loss_func = data, loss_of
-    assert trainer.train().global_step == 1
+    def make_fused(head):
+        return lambda hidden, labels, num_items_in_batch: (hidden @ head.weight.T).sum() * 0
+
+    own = OwnLoss(tiny_decoder().config)
+    for n, given in enumerate([
+        {"model": tiny_decoder(), "compute_loss_func": loss_of},
+        {"model": tiny_decoder(), "fused_loss_factory": make_fused},
+        {"model": own},
+    ]):  # fmt: skip
+        args = TrainingArguments(use_cpu=True, output_dir=str(tmp_path / str(n)), max_steps=1)
+        data = [{"input_ids": [1, 2, 3], "labels": [1, -1, 3]} for _ in range(4)]
+        assert Trainer(args=args, train_dataset=data, **given).train().global_step == 1
 
 
 def test_labels_none_of_which_counts_are_told_once(tmp_path, caplog):
