@@ -62,7 +62,7 @@ def load_best(
     assert trainer.strategy is not None
     damaged: set[str] = set()
     if trainer.args.on_damaged_checkpoint == "stop":
-        unreadable = trainer._ranks().share(_unreadable_best(manager, trainer.state))
+        unreadable = trainer._ranks().share(_unreadable_best(manager, trainer.state, metric_name))
         if unreadable is not None:
             told, problem = unreadable
             return CheckpointError("\n".join([problem, _advice(trainer, told)]))
@@ -106,7 +106,9 @@ def _advice(trainer: Trainer, best: str) -> str:
     )
 
 
-def _unreadable_best(manager: CheckpointManager, state: TrainerState) -> list[str] | None:
+def _unreadable_best(
+    manager: CheckpointManager, state: TrainerState, metric_name: str
+) -> list[str] | None:
     """The checkpoint of the best evaluation and what is wrong with its manifest, where it is there
     and not to be read: it would be passed over as if it had never been."""
     recorded = state.best_model_checkpoint
@@ -118,6 +120,9 @@ def _unreadable_best(manager: CheckpointManager, state: TrainerState) -> list[st
     try:
         read_manifest(place)
     except CheckpointError as error:
+        best = None if place.parent == manager.output_dir else manager.best()
+        if best is not None and _metric(best, metric_name) == state.best_metric:
+            return None  # the run was moved: what is left of it at its old place does not matter
         return [recorded, manager.storage.tell(str(error))]
     return None
 

@@ -116,3 +116,20 @@ def test_a_best_model_whose_manifest_is_damaged_is_not_passed_over_under_stop(tm
     assert "checkpoint-2/checkpoint_manifest.json" in told and "checkpoint-2, is damaged" in told
     assert torch.equal(weights_of(trainer), keep.weights[2])
     assert trainer.state.outcome == "completed"
+
+
+def test_what_a_moved_run_left_at_its_old_place_is_no_damage(tmp_path):
+    def run(max_steps):
+        return tiny_trainer(
+            tmp_path, [ScriptedLosses([2.0, 1.0, 3.0, 3.0])], max_steps=max_steps,
+            eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+            save_total_limit=None, load_best_model_at_end=True, on_damaged_checkpoint="stop",
+            output_dir=str(tmp_path / ("old" if max_steps == 3 else "new")),
+        )  # fmt: skip
+
+    run(3).train()
+    (tmp_path / "old").rename(tmp_path / "new")
+    (tmp_path / "old" / "checkpoint-2").mkdir(parents=True)
+    moved = run(4)
+    assert moved.train().global_step == 4
+    assert moved.state.best_model_checkpoint == str(tmp_path / "new" / "checkpoint-2")
