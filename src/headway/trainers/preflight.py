@@ -126,8 +126,8 @@ class GuardedCollator:
         if vocabulary is not None and labels.numpy().max() >= vocabulary:
             return _vocabulary_problem(self._option, int(labels.max()), vocabulary, "a label")
         if self._leaves_out_one:
-            below = labels.numpy()[labels.numpy() < 0]
-            wrong = below[below != IGNORED_LABEL]
+            predicted = labels.numpy()[..., 1:]
+            wrong = predicted[(predicted < 0) & (predicted != IGNORED_LABEL)]
             if wrong.size:
                 return (
                     f"{self._option}: a label is {int(wrong[0])}, which is no token; what is not "

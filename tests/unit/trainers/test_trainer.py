@@ -699,9 +699,11 @@ def test_a_loss_of_the_users_own_may_leave_out_other_labels(tmp_path):
         {"model": tiny_decoder(), "compute_loss_func": loss_of},
         {"model": tiny_decoder(), "fused_loss_factory": make_fused},
         {"model": own},
+        {"model": tiny_decoder(), "labels": [-1, 2, 3]},  # nothing predicts the first one
     ]):  # fmt: skip
         args = TrainingArguments(use_cpu=True, output_dir=str(tmp_path / str(n)), max_steps=1)
-        data = [{"input_ids": [1, 2, 3], "labels": [1, -1, 3]} for _ in range(4)]
+        labels = given.pop("labels", [1, -1, 3])
+        data = [{"input_ids": [1, 2, 3], "labels": labels} for _ in range(4)]
         assert Trainer(args=args, train_dataset=data, **given).train().global_step == 1
 
 
