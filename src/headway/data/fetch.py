@@ -254,9 +254,13 @@ def pin(batch: Any) -> Any:
     if isinstance(batch, dict):
         return {key: pin(value) for key, value in batch.items()}
     if isinstance(batch, MutableMapping):  # as collators of transformers give them
-        pinned = copy.copy(batch)
-        pinned.update({key: pin(value) for key, value in batch.items()})
-        return pinned
+        pinned = {key: pin(value) for key, value in batch.items()}
+        own = copy.copy(batch)
+        try:
+            own.update(pinned)
+        except (RuntimeError, TypeError):  # one that takes no changes
+            return pinned
+        return own
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(pin, batch))
     if isinstance(batch, (list, tuple)):

@@ -359,3 +359,14 @@ def test_a_batch_of_any_form_is_pinned_and_moved(batch, monkeypatch):
     assert all((t == 2).all() for t in tensors_of(pinned))
     assert all((t == 1).all() for t in tensors_of(batch))
     assert len(tensors_of(pinned)) == len(tensors_of(moved)) == len(tensors_of(batch))
+
+
+def test_a_mapping_that_takes_no_changes_is_pinned_as_a_dict(monkeypatch):
+    class Locked(UserDict):
+        def update(self, *given, **named):
+            raise RuntimeError("it is locked")
+
+    batch = Locked()
+    batch.data["x"] = torch.ones(2)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self + 1)
+    assert pin(batch)["x"].tolist() == [2, 2] and batch["x"].tolist() == [1, 1]
