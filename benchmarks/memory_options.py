@@ -65,6 +65,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"fp8_recipe": "tensorwise"},
     {"mixed_precision": "no"},
     {"mixed_precision": "no", "float32_matmul_precision": "high"},
+    {"optim": "adamw_fp8"},
+    {"fused_loss": "liger"},
+    {"fused_loss": "cut_cross_entropy"},
 ]
 SCOPES = {"nothing": {}, "blocks": COMPILE, "model": {**COMPILE, "torch_compile_scope": "model"}}
 LAYERS = (12, 24)
