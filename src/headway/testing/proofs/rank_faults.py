@@ -273,7 +273,11 @@ def describe_fault(plan: Plan) -> str:
     error = ERRORS[plan.error]
     line = re.escape(type(error).__name__)
     if str(error):
-        line += rf": (callback '\w+', \w+: )?{re.escape(str(error))}"
+        # The callback is told in the words of the error: behind its number, inside a key's quotes.
+        number, words = "", str(error.args[0])
+        if isinstance(error, OSError):
+            number, words = f"[Errno {error.errno}] ", str(error.strerror)
+        line += rf""": {re.escape(number)}["']?(callback '\w+', \w+: )?{re.escape(words)}"""
     return rf"{who} (failed|was lost): (it could not read the data: )?{line}"
 
 
