@@ -112,7 +112,9 @@ def build(strategy: str, folder: str, callbacks: list[Any], **arguments: Any) ->
 def check_all(strategy: str, folder: str) -> dict[str, Any]:
     """Every check on this rank, by name; what is found must be the same on all ranks."""
     init_distributed(use_cpu=True)
-    checks = (events, save_asked, stop_asked, signalled, nonfinite, predicted, evaluated, written)
+    checks = (
+        events, save_asked, stop_asked, signalled, nonfinite, copied, predicted, evaluated, written,
+    )  # fmt: skip
     return {check.__name__: check(strategy, f"{folder}/{check.__name__}") for check in checks}
 
 
@@ -159,6 +161,36 @@ def nonfinite(strategy: str, folder: str) -> dict[str, Any]:
     trainer = build(strategy, folder, callbacks, nonfinite_action="skip")
     trainer.train()
     return {"held": weights[2] == weights[1], "moved": weights[3] != weights[2]}
+
+
+def copied(strategy: str, folder: str) -> dict[str, Any]:
+    """Whoever still copies the state of the last step is asked before a step changes any of it."""
+    asked: list[bool] = []
+
+    class Copy(TrainerCallback):
+        def on_train_begin(self, trainer: Any) -> None:
+            trainer.strategy.before_apply = lambda: asked.append(self.is_unchanged(trainer))
+
+        def on_step_begin(self, trainer: Any) -> None:
+            self.before = [t.clone() for t in state_of(trainer.optimizer)]
+
+        def on_step_end(self, trainer: Any) -> None:
+            asked.append(self.is_unchanged(trainer))
+
+        def is_unchanged(self, trainer: Any) -> bool:
+            now = state_of(trainer.optimizer)
+            return len(now) == len(self.before) and all(map(torch.equal, now, self.before))
+
+    build(strategy, folder, [Count(), Copy()], max_steps=3).train()
+    return {"asked": asked}
+
+
+def state_of(optimizer: Any) -> list[torch.Tensor]:
+    """This rank's part of the weights and of what the optimizer keeps for them."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [value for p in weights for value in optimizer.state.get(p, {}).values()]
+    found = [t for t in (*weights, *kept) if isinstance(t, torch.Tensor)]
+    return [(t.to_local() if isinstance(t, DTensor) else t).detach() for t in found]
 
 
 def predicted(strategy: str, folder: str) -> dict[str, Any]:

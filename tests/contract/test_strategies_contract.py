@@ -23,7 +23,7 @@ def test_a_strategy_keeps_the_contract(strategy, alone, tmp_path):
         pytest.importorskip("accelerate")
     by_rank = run_ranks(check_all, STRATEGIES[strategy], strategy, str(tmp_path), timeout_s=300)
     for found in by_rank:
-        for name in ("events", "save_asked", "stop_asked", "signalled", "nonfinite"):
+        for name in ("events", "save_asked", "stop_asked", "signalled", "nonfinite", "copied"):
             assert found[name] == alone[name], name
         assert found["predicted"]["labels"] == alone["predicted"]["labels"]
         torch.testing.assert_close(
@@ -47,3 +47,4 @@ def test_the_checks_see_something(alone):
     assert alone["stop_asked"] == {"step": 4}
     assert alone["signalled"] == {"step": 2, "by": "SIGTERM", "there": True}
     assert alone["nonfinite"] == {"held": True, "moved": True}
+    assert alone["copied"] == {"asked": [True, False] * 3}
