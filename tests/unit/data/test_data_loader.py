@@ -361,6 +361,13 @@ def test_a_batch_of_any_form_is_pinned_and_moved(batch, monkeypatch):
     assert len(tensors_of(pinned)) == len(tensors_of(moved)) == len(tensors_of(batch))
 
 
+def test_moving_a_batch_does_not_hold_the_host_up(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, **how: asked.append(how) or self)
+    move_batch({"x": torch.ones(2), "y": [torch.ones(2)]}, torch.device("cuda"))
+    assert asked == [{"non_blocking": True}] * 2
+
+
 def test_a_mapping_that_takes_no_changes_is_pinned_as_a_dict(monkeypatch):
     class Locked(UserDict):
         def update(self, *given, **named):

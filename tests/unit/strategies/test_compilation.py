@@ -147,6 +147,15 @@ def test_a_chain_of_blocks_has_the_gradients_of_blocks_alone(frozen):
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(grads(), plain))
 
 
+def test_the_first_block_of_a_chain_has_no_graph_of_its_own():
+    """It is given something to add as the others are: of the same dtype, with a gradient."""
+    model, ids = tiny_decoder(num_layers=3), torch.arange(32).view(2, 16)
+    compile_module(model, EAGER)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids, ids).loss.backward()
+    assert num_graphs() == 1
+
+
 def test_a_chain_of_blocks_can_be_compiled_as_a_whole_and_differentiated_as_a_function():
     torch.manual_seed(0)
     model, ids = tiny_decoder(num_layers=3), torch.arange(32).view(2, 16)
