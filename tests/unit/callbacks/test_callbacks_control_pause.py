@@ -68,11 +68,14 @@ class Visitor(TrainerCallback):
             trainer.cancel_run("the visit is over")
 
 
-def visit(folder: Path, monkeypatch: pytest.MonkeyPatch, how: Any, **args: Any) -> Any:
+def visit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, how: Any, *others: TrainerCallback, **args: Any
+) -> Any:
     monkeypatch.setenv("HEADWAY_JOBS_DIR", str(folder / "jobs"))
     visitor = Visitor(how)
     settings = {"max_steps": 100_000, "logging_strategy": "no", **args}
-    trainer = tiny_trainer(folder, [TrainerControlCallback(job_id="kite"), visitor], **settings)
+    callbacks = [TrainerControlCallback(job_id="kite"), visitor, *others]
+    trainer = tiny_trainer(folder, callbacks, **settings)
     trainer.train()
     assert visitor.thread is not None
     visitor.thread.join(WAIT_S)
@@ -137,6 +140,25 @@ def test_a_device_that_is_used_meanwhile_is_not_called_free(
         assert "saving" in phases[first:]
 
     visit(tmp_path, monkeypatch, steer)
+
+
+def test_a_state_that_a_save_still_copies_is_not_moved_before_that_is_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[int] = []
+
+    class Copying(TrainerCallback):
+        def on_train_begin(self, trainer: Any, state: Any) -> None:
+            trainer.strategy.before_apply = lambda: waited.append(state.global_step)
+
+    def steer(client: Client, device: Device) -> None:
+        device.may_go_on.set()
+        client.pause(offload=True)
+        assert device.is_parked
+        # In the step itself it is one less: that is counted after its update.
+        assert waited[-1] == client.status()["global_step"]
+
+    visit(tmp_path, monkeypatch, steer, Copying())
 
 
 def test_a_state_that_stays_on_the_device_is_told(
