@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from headway.callbacks import (
     compute_merge_steps_from_decay_schedule,
     compute_merge_window_starts,
 )
+from headway.callbacks.save.averages import exchanged
 from headway.checkpoint import CheckpointManager, read_manifest, validate_checkpoint
 from headway.checkpoint.tensors import read_shards
 from headway.errors import ConfigError
@@ -176,6 +178,14 @@ def test_a_save_made_while_a_step_ends_loses_nothing(
     again = tiny_trainer(tmp_path, [ModelMergeCallback(**merge)], **RUN)
     again.train(resume_from_checkpoint=str(tmp_path / "out" / f"checkpoint-{step}"))
     assert_merged(tmp_path, whole, 3, 5)
+
+
+def test_weights_that_a_save_still_copies_are_not_exchanged_before_that_is_through() -> None:
+    own, found = torch.zeros(2), []
+    strategy = SimpleNamespace(before_apply=lambda: found.append(own.tolist()))
+    with exchanged(SimpleNamespace(strategy=strategy), {"w": own}, {"w": torch.ones(2)}):
+        assert own.tolist() == [1, 1]
+    assert found == [[0, 0]] and own.tolist() == [0, 0]
 
 
 def test_a_start_inside_of_a_window_without_sums_is_told(

@@ -110,6 +110,7 @@ CASES: dict[str, dict[str, Any]] = {
     "only the head": {"frozen": ("model.",)},
     "one projection frozen": {"frozen": ("k_proj", "up_proj")},
     "biases": {"config": replace(CONFIG, attention_bias=True)},
+    "norms of heads": {"config": replace(CONFIG, qk_norm=True)},
 }  # fmt: skip
 
 
@@ -122,8 +123,9 @@ def test_a_run_on_that_way_is_the_plain_run(
     wanted, wanted_losses, _ = run(tmp_path / "plain", **plain)
     taken = request.getfixturevalue("taken")
     found, losses, trainer = run(tmp_path / "compiled", **{**COMPILED, **options})
-    # At the least in each evaluation and, but where no block is trained, in each step back.
-    assert taken["project_heads"] >= 2 * 2 * 3
+    # At the least in each evaluation and, but where no block is trained, in each step back. Norms
+    # stand between the product and the turn.
+    assert taken["project_heads"] >= 2 * 2 * 3 or case == "norms of heads"
     assert (taken["swiglu_backward"] > 0) == (case != "only the head")
     assert len(losses) == 2
     assert losses == pytest.approx(wanted_losses, rel=1e-4)
