@@ -102,6 +102,18 @@ def test_half_precision_keeps_float32_sums(dtype: torch.dtype) -> None:
         torch.testing.assert_close(grad / 65536.0, other, rtol=0.05, atol=2e-8)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_many_chunks_lose_nothing_in_half_precision(dtype: torch.dtype) -> None:
+    """Each token adds a half; sums of half precision stand still at 128 and 1,024."""
+    weight, bias = torch.zeros(2, 2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    hidden, labels = torch.ones(3000, 2), torch.zeros(3000, dtype=torch.long)
+    with torch.autocast("cpu", dtype=dtype):
+        loss = chunked_cross_entropy(hidden, weight, labels, num_items=1, chunk_tokens=1, bias=bias)
+    loss.backward()
+    assert weight.grad.tolist() == [[-1500, -1500], [1500, 1500]]
+    assert bias.grad.tolist() == [-1500, 1500]
+
+
 @pytest.mark.parametrize("chunk", [0, 5, 1024])
 def test_sum_from_whole_logits(chunk: int) -> None:
     torch.manual_seed(0)
