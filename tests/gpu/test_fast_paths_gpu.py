@@ -16,7 +16,7 @@ from torch import nn
 from headway import Trainer, TrainingArguments
 from headway.models import Decoder, DecoderConfig
 from headway.models.kernels.cross_entropy import can_use_kernel, cross_entropy_
-from headway.models.kernels.linear import cast_again
+from headway.models.kernels.linear import cast_again, weight_grad
 from headway.models.kernels.scaling import scale_
 from headway.testing import tiny_dataset
 
@@ -78,6 +78,12 @@ def test_weights_are_cast_to_the_bit(rows: tuple[int, ...], given: torch.dtype) 
     weights = [torch.randn(size, 256, device="cuda").to(given) for size in rows]
     wanted = torch.cat(weights).bfloat16()
     assert torch.equal(cast_again(weights, torch.bfloat16), wanted)
+
+
+def test_gradients_of_weights_are_never_rounded_to_half_precision() -> None:
+    """Which has 2,992 and 3,008, and nothing between them."""
+    ones = torch.ones(3001, 16, device="cuda", dtype=torch.bfloat16)
+    assert (weight_grad(ones, ones, torch.float32) == 3001).all()
 
 
 @pytest.mark.parametrize("bias", [False, True])
