@@ -73,3 +73,17 @@ def test_nothing_is_joined_where_triton_makes_no_kernels(monkeypatch):
     assert projections._has_kernels(on_gpu)
     assert kernels.triton_works.__wrapped__() is False
     assert not projections._has_kernels(on_gpu)
+
+
+def test_dtypes_that_the_kernels_would_change_go_the_plain_way(monkeypatch):
+    """They compute in float32, and would take weights that torch refuses beside their input."""
+    monkeypatch.setattr(projections, "_has_kernels", lambda x: True)
+    monkeypatch.setattr(projections, "is_compiled_here", lambda: True)
+    single, half, double = (
+        (torch.ones(1, 4, dtype=dtype), nn.Linear(4, 4, dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16, torch.float64)
+    )
+    assert joins(*single) and joins(*half)
+    assert joins(half[0], single[1])  # autocast's
+    assert not joins(*double)
+    assert not joins(single[0], half[1])
