@@ -1,5 +1,6 @@
 """Block masks of flex attention: those that torch makes from all pairs, and none too few."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from headway.models import Decoder
+from headway.models import Decoder, DecoderConfig, attention
 from headway.models.block_mask import make_block_mask, mask_function
 from headway.strategies.compilation import CompileOptions, compile_module
 
@@ -124,3 +125,46 @@ def test_a_mask_made_in_inference_mode_serves_training_too() -> None:
         make_block_mask(384, CPU, 77, None, None)
     kept = make_block_mask(384, CPU, 77, None, None)
     assert not kept.kv_num_blocks.is_inference() and not kept.kv_indices.is_inference()
+
+
+class Dense(Exception):
+    """A dense mask was to be made, for which there is no GPU here."""
+
+
+def made_densely(*given: Any) -> Tensor:
+    raise Dense
+
+
+def test_by_itself_a_compiled_decoder_takes_block_masks_for_documents_and_windows(monkeypatch):
+    """On a GPU that has kernels for them, and where a dense mask would be made else."""
+    made: list[Any] = []
+    monkeypatch.setattr(attention, "make_block_mask", lambda *given: made.append(given) or made)
+    monkeypatch.setattr(attention, "_dense_mask", made_densely)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = DecoderConfig(**FLEX, head_dim=64)
+    ids, padded = torch.zeros(1, 8, dtype=torch.int), torch.tensor([[0] + [1] * 7])
+
+    def takes_blocks(config: DecoderConfig = config, **changes: Any) -> bool:
+        given = {
+            "seq_len": 8, "past_len": 0, "device": torch.device("cuda", 0),
+            "dtype": torch.bfloat16, "document_ids": ids, "attention_mask": None, "cached": False,
+            "prefers_flex": True,
+        }  # fmt: skip
+        try:
+            return attention.plan_attention(config, **{**given, **changes}).block_mask is not None
+        except Dense:
+            return False
+
+    window = replace(config, sliding_window=4)
+    assert takes_blocks() and takes_blocks(attention_mask=padded)
+    assert takes_blocks(window, document_ids=None)
+    assert not takes_blocks(document_ids=None)
+    assert not takes_blocks(document_ids=None, attention_mask=padded)
+    assert not takes_blocks(replace(window, sliding_window=8), document_ids=None)
+    assert not takes_blocks(window, document_ids=None, cached=True)
+    assert not takes_blocks(prefers_flex=False)
+    assert not takes_blocks(dtype=torch.float32)
+    assert not takes_blocks(replace(config, head_dim=80))
+    assert not takes_blocks(replace(config, attention="sdpa"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not takes_blocks()

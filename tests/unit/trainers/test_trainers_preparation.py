@@ -10,7 +10,7 @@ from headway.models.fused_loss import chunked_loss
 from headway.optim.build import build_optimizer
 from headway.strategies.single import SingleDevice
 from headway.testing import tiny_dataset, tiny_decoder
-from headway.trainers.preparation import choose_fused_loss, equip, model_source
+from headway.trainers.preparation import choose_fused_loss, equip, model_source, takes_flex
 
 CPU = torch.device("cpu")
 
@@ -33,6 +33,26 @@ def test_a_loss_given_twice_is_told(named, factory, plain, told, caplog):
     args = TrainingArguments(use_cpu=True, fused_loss=named)
     assert (choose_fused_loss(args, factory, CPU, plain) is None) is (factory is named is None)
     assert all(words in caplog.text for words in told) and bool(told) is bool(caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("options", "takes"),
+    [
+        ({}, True),
+        ({"torch_compile_mode": "default"}, True),
+        ({"sdpa_backend": "flash4"}, True),
+        ({"torch_compile": False}, False),
+        ({"torch_compile_backend": "aot_eager"}, False),
+        ({"torch_compile_mode": "reduce-overhead"}, False),
+        ({"torch_compile_scope": "model"}, False),
+        ({"sdpa_backend": "flash"}, False),
+        ({"enable_activation_offloading": True}, False),
+        ({"activation_memory_budget": 0.5}, False),
+    ],
+)
+def test_flex_attention_is_taken_unasked_where_compiled_blocks_go_with_it(options, takes):
+    args = TrainingArguments(use_cpu=True, **{"torch_compile": True, **options})
+    assert takes_flex(args) is takes
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
