@@ -361,6 +361,24 @@ def test_a_batch_of_any_form_is_pinned_and_moved(batch, monkeypatch):
     assert len(tensors_of(pinned)) == len(tensors_of(moved)) == len(tensors_of(batch))
 
 
+class Streamed(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return map(Numbers(6).__getitem__, range(6))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [Numbers(6), Streamed(), torch.utils.data.DataLoader(Numbers(6), batch_size=2)],
+    ids=["samples", "stream", "batches"],
+)
+@pytest.mark.parametrize("asked", [True, False])
+def test_batches_are_pinned_for_a_gpu(dataset, asked, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self + 100)
+    loader = WindowLoader(dataset, batch_size=2, shuffle=False, pin_memory=asked)
+    assert flat(loader.windows()) == [number + 100 * asked for number in range(6)]
+
+
 def test_moving_a_batch_does_not_hold_the_host_up(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device, **how: asked.append(how) or self)

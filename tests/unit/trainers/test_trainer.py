@@ -15,6 +15,7 @@ from torch import nn
 from headway import ConfigError, Trainer, TrainerCallback, TrainingArguments
 from headway.engine.loop import NonFiniteError
 from headway.models.decoder import Decoder
+from headway.strategies.single import SingleDevice
 from headway.testing import (
     count_host_syncs,
     tiny_dataset,
@@ -85,6 +86,18 @@ def test_a_non_finite_step_never_reaches_the_weights(tmp_path, optimizer, on_dev
     record = next(r for r in trainer.state.log_history if "grad_norm" in r)
     assert record["skipped_steps"] == 1
     assert math.isnan(record["grad_norm"]), "never shown as a finite average"
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(("loss", "norm"), [(math.inf, 1.0), (math.nan, 1.0), (1.0, math.inf)])
+def test_a_loss_that_is_not_finite_withholds_finite_gradients_too(loss, norm, on_device):
+    strategy, weight = SingleDevice(torch.device("cpu")), nn.Parameter(torch.ones(3))
+    strategy._reading_waits = on_device
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    for given, moves in (((loss, norm), False), ((1.0, 1.0), True)):
+        weight.grad = torch.ones(3)
+        strategy.apply(optimizer, *map(torch.tensor, given))
+        assert (weight != 1).all() == moves
 
 
 def test_non_finite_stops_at_the_next_flush_by_default(tmp_path):

@@ -22,6 +22,7 @@ from headway.checkpoint import (
 from headway.engine.events import TrainerCallback
 from headway.errors import ConfigError
 from headway.testing import tiny_llama, tiny_trainer
+from headway.trainers.saving import Saver
 
 
 class At(TrainerCallback):
@@ -284,3 +285,14 @@ def test_an_output_dir_that_turns_out_closed_is_refused_by_its_option(tmp_path, 
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"output_dir: .*denied"):
         patch.setattr(os, "mkdir", refuse)
         trainer.train()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_steps_on_a_gpu_wait_for_a_copy_under_way(device, tmp_path):
+    """Whether saves are expected or not: a signal or a callback may ask for one."""
+    trainer = tiny_trainer(tmp_path, save_strategy="no")
+    saver = Saver(trainer, {})
+    trainer.strategy = SimpleNamespace(device=torch.device(device), before_apply=None)
+    saver.prepare(expects_saves=False)
+    waits = saver.manager.wait_before_update if device == "cuda" else None
+    assert trainer.strategy.before_apply == waits
