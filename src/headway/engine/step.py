@@ -57,7 +57,7 @@ class Stepper:
             return
         num_targets = totals.num_target_tokens
         if isinstance(num_targets, int):
-            if num_targets < 1:
+            if num_targets < 1 and p.objective.needs_targets:
                 self._tell_of_no_targets()
             num_targets = max(1, num_targets)
         else:

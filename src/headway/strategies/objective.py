@@ -83,7 +83,7 @@ class Objective:
             return share
         outputs, labels, counted = self._call(model, batch, num_targets)
         if self._computes is not None:
-            return self._compute(outputs, labels, num_targets)
+            return _require_loss(self._computes(outputs, labels, num_items_in_batch=num_targets))
         loss = _find_loss(outputs)
         if loss is not None:
             return loss if counted else weigh_mean(loss, own, num_targets)
@@ -100,21 +100,19 @@ class Objective:
         logits = _find_logits(outputs)
         loss = _find_loss(outputs)
         if self._computes is not None:
-            loss = self._compute(outputs, labels, _at_least_one(own))
+            loss = self._computes(outputs, labels, num_items_in_batch=_at_least_one(own))
+            if loss is not None or labels is not None:  # a prediction may be of unlabelled data
+                loss = _require_loss(loss)
         if loss is not None:
             return weigh_mean(loss.detach(), own, 1), own, logits, labels
         if labels is None:
             return None, own, logits, labels
         return self._from_logits(outputs, labels, batch).detach(), own, logits, labels
 
-    def _compute(self, outputs: Any, labels: Tensor | None, num_targets: Count) -> Tensor:
-        """The loss that the user's function makes."""
-        assert self._computes is not None
-        loss: Any = self._computes(outputs, labels, num_items_in_batch=num_targets)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-            raise ConfigError(f"compute_loss_func must return a tensor of one number, got {got}")
-        return loss.reshape(())
+    @property
+    def needs_targets(self) -> bool:
+        """Whether a step without a label that counts has no loss; a function of the user's may."""
+        return self._computes is None
 
     def _fuse(self, model: Callable[..., Any], batch: Any, num_targets: Count) -> Tensor | None:
         """The loss as the model's head gives it, where a fused loss is wanted and possible."""
@@ -217,6 +215,14 @@ class Objective:
             f"shape {tuple(labels.shape)} ({labels.dtype}) as classes; pass compute_loss_func to "
             "say what the loss is"
         )
+
+
+def _require_loss(loss: Any) -> Tensor:
+    """The loss that the user's function made."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise ConfigError(f"compute_loss_func must return a tensor of one number, got {got}")
+    return loss.reshape(())
 
 
 def _at_least_one(count: Count) -> Count:

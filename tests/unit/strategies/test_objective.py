@@ -186,6 +186,9 @@ def test_a_loss_function_that_returns_no_loss_is_named(loss, told):
         objective.loss(ReturnsLogits(), BATCH, num_targets=9, own=9)
     with pytest.raises(ConfigError, match=f"compute_loss_func must return .* got {told}"):
         objective.evaluate(ReturnsLogits(), BATCH)
+    if loss is None:  # nor is there one to be had of data that nobody has labelled
+        total, _, logits, labels = objective.evaluate(ReturnsLogits(), {"input_ids": IDS})
+        assert total is None and labels is None and logits.shape[:2] == IDS.shape
 
 
 @pytest.mark.parametrize("make", [tiny_decoder, tiny_llama, ReturnsObject, ReturnsLogits])

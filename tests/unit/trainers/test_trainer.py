@@ -728,6 +728,18 @@ def test_labels_none_of_which_counts_are_told_once(tmp_path, caplog):
     assert caplog.text.count("counts (each is -100") == 1
 
 
+def test_a_loss_of_ones_own_may_learn_from_samples_without_a_label_that_counts(tmp_path, caplog):
+    data = [{"input_ids": [1, 2, 3], "labels": [-100] * 3} for _ in range(4)]
+    args = TrainingArguments(use_cpu=True, output_dir=str(tmp_path), max_steps=1, logging_steps=1)
+    trainer = Trainer(
+        args=args, model=tiny_decoder(), train_dataset=data,
+        compute_loss_func=lambda outputs, labels, num_items_in_batch: (outputs.logits**2).mean(),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] > 0
+    assert "no label of step" not in caplog.text
+
+
 def test_arguments_show_where_the_process_stands(tmp_path):
     args = tiny_trainer(tmp_path).args
     assert (args.world_size, args.process_index, args.n_gpu) == (1, 0, 0)
