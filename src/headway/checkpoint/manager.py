@@ -10,7 +10,8 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -360,7 +361,8 @@ class CheckpointManager:
         if resume is False:
             return None
         if resume is not True:
-            return self._resolve_path(self.storage.path_of(resume), verify_tensors)
+            with self.storage.telling():
+                return self._resolve_path(self.storage.path_of(resume), verify_tensors)
         path, damaged = self.find_intact(verify_tensors=verify_tensors)
         for problem in damaged:
             logger.warning("passing over a damaged checkpoint: %s", problem)
@@ -434,9 +436,8 @@ class CheckpointManager:
         told: set[str] = set()
         while True:
             directory, damaged = self.find_intact(verify_tensors=verify_first or not verify)
-            for problem in damaged:
-                if problem not in told:
-                    logger.warning("passing over a damaged checkpoint: %s", problem)
+            for problem in (one for one in damaged if one not in told):
+                logger.warning("passing over a damaged checkpoint: %s", problem)
             told.update(damaged)
             if directory is None:
                 raise CheckpointError(f"{self.output_dir} holds no checkpoint that can be loaded")
@@ -453,12 +454,11 @@ class CheckpointManager:
         verify: bool,
         verify_first: bool,
     ) -> LoadedCheckpoint:
-        with self._ranks.together("reading the manifest"):
+        with self.storage.telling(), self._ranks.together("reading the manifest"):
             manifest = read_manifest(directory)
         verified = self._verified.pop((directory, manifest.digest), None)
-        if not verify:
-            verified = set(manifest.files)
-        try:
+        verified = verified if verify else set(manifest.files)
+        with self._reading(directory):
             trainer_state = load_contents(
                 contents,
                 directory,
@@ -468,9 +468,6 @@ class CheckpointManager:
                 verified=verified,
                 verify_first=verify_first,
             )
-        except DamagedError:
-            self._note_damage(directory)
-            raise
         return LoadedCheckpoint(directory, manifest.step, manifest, trainer_state)
 
     def load_model(self, model: nn.Module, path: str | Path) -> None:
@@ -478,20 +475,23 @@ class CheckpointManager:
 
         Only their files are verified, before anything is changed.
         """
-        with self._ranks.together("reading the manifest"):
+        with self.storage.telling(), self._ranks.together("reading the manifest"):
             directory = self._at_hand(path)
             manifest = read_manifest(directory)
         verified = self._verified.pop((directory, manifest.digest), set())
-        try:
+        with self._reading(directory):
             load_weights(model, directory, manifest, self._ranks, verified=verified)
-        except DamagedError:
-            self._note_damage(directory)
-            raise
 
-    def _note_damage(self, directory: Path) -> None:
-        """It counts no longer for retention, nor as the best."""
-        if directory.parent == self.output_dir:
-            self._damaged.add(directory.name)
+    @contextmanager
+    def _reading(self, directory: Path) -> Iterator[None]:
+        """What is damaged counts no longer for retention, nor as the best."""
+        try:
+            with self.storage.telling():
+                yield
+        except DamagedError:
+            if directory.parent == self.output_dir:
+                self._damaged.add(directory.name)
+            raise
 
     def _at_hand(self, path: str | Path) -> Path:
         directory = self.storage.path_of(path).absolute()

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headway.checkpoint.errors import CheckpointError
+from headway.checkpoint.errors import CheckpointError, DamagedError
 from headway.checkpoint.leftovers import may_go
 from headway.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from headway.checkpoint.owner import NONCE_PATTERN, new_nonce
@@ -35,7 +35,7 @@ from headway.checkpoint.storage import (
     is_url,
     list_files,
 )
-from headway.errors import missing_extra
+from headway.errors import ConfigError, missing_extra, unknown
 
 _UPLOADING = ".uploading-"
 
@@ -50,7 +50,9 @@ def _open_file_system(url: str) -> tuple[Any, str]:
     try:
         file_system, base = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise CheckpointError(f"{url} cannot be opened: {error}") from error
+        protocol, known = url.partition("://")[0], {*fsspec.available_protocols(), *fsspec.registry}
+        problem = str(error) if protocol in known else unknown("protocol", protocol, sorted(known))
+        raise ConfigError(f"the address {url} cannot be opened: {problem}") from error
     return file_system, str(base).rstrip("/")
 
 
@@ -76,6 +78,16 @@ class RemoteStorage(Storage):
         for name, place in self._places.items():
             message = message.replace(f"{self.root}/{name}/", f"{self.url}/{place}/")
         return message.replace(str(self.root), self.url)
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        try:
+            yield
+        except (CheckpointError, ConfigError) as error:
+            error.args = tuple(self.tell(str(said)) for said in error.args)
+            if isinstance(error, DamagedError | ConfigError):
+                error.problems = [self.tell(problem) for problem in error.problems]
+            raise
 
     def path_of(self, location: str | Path) -> Path:
         parent, _, name = str(location).rstrip("/").rpartition("/")

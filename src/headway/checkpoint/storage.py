@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -137,6 +138,11 @@ class Storage:
     def tell(self, message: str) -> str:
         """A message that names files of the root, with their place for people."""
         return message
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Errors of what is read inside name files of the root by their place for people."""
+        yield
 
     def path_of(self, location: str | Path) -> Path:
         """The path that `locate` was asked for; a path stands for itself."""

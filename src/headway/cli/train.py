@@ -114,7 +114,7 @@ def _train(
     try:
         return trainer.train(resume_from_checkpoint=resume)
     except MisfitError as error:
-        raise ConfigError(_explain_misfit(error, run_config, options.resume)) from error
+        raise ConfigError(_explain_misfit(error, run_config, trainer.last_read)) from error
     except ConfigError as error:
         told = []
         for problem in error.problems:
@@ -126,15 +126,13 @@ def _train(
         raise ConfigError(told) from error
 
 
-def _explain_misfit(error: MisfitError, run_config: RunConfig, given: str | None) -> list[str]:
-    from headway.checkpoint import find_latest_checkpoint
+def _explain_misfit(error: MisfitError, run_config: RunConfig, read: Path | None) -> list[str]:
     from headway.checkpoint.jsonfile import read_json_object
     from headway.config.snapshot import resolved_config
     from headway.trainers.resume import compare_configs
 
     args = run_config.args
-    path = given or find_latest_checkpoint(args.checkpoint_place, kind="training")
-    stored = Path(path, "run", "config.json") if path is not None else None
+    stored = None if read is None else Path(read, "run", "config.json")
     changed = []
     if stored is not None and stored.is_file():
         saved = read_json_object(stored)
@@ -154,14 +152,14 @@ def _explain_misfit(error: MisfitError, run_config: RunConfig, given: str | None
 
 def summarise(trainer: Any, output: Any) -> dict[str, Any]:
     """The result by name, for programs."""
-    from headway.checkpoint import find_latest_checkpoint
+    from headway.engine.post_mortem import find_checkpoint, path_to_resume
 
     args = trainer.args
-    checkpoint = find_latest_checkpoint(args.checkpoint_place, kind="training")
+    checkpoint = path_to_resume(find_checkpoint(args.checkpoint_place))
     times = trainer.start_times if trainer.start_times and trainer.start_times.is_over else None
     return {
         "output_dir": str(args.output_dir),
-        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "checkpoint": checkpoint,
         "steps": output.global_step,
         "loss": output.training_loss,
         "interrupted_by": output.interrupted_by,
@@ -188,10 +186,10 @@ def silence(trainer: Any) -> None:
 
 def report(options: argparse.Namespace, trainer: Any, output: Any) -> None:
     """Where the result is and what can be done with it."""
-    from headway.checkpoint import find_latest_checkpoint
+    from headway.engine.post_mortem import find_checkpoint
 
     output_dir = trainer.args.output_dir
-    checkpoint = find_latest_checkpoint(trainer.args.checkpoint_place, kind="training")
+    found = find_checkpoint(trainer.args.checkpoint_place)
     if output.interrupted_by is not None:
         print(f"stopped at step {output.global_step:,} by {output.interrupted_by}")
     elif trainer.state.outcome == "aborted":
@@ -200,16 +198,19 @@ def report(options: argparse.Namespace, trainer: Any, output: Any) -> None:
         print(f"nothing left to do: {output.global_step:,} steps are done (args.max_steps)")
     else:
         print(f"trained {output.global_step:,} steps, mean loss {output.training_loss:.4f}")
-    if checkpoint is None:
+    if found is None:
         if trainer.state.outcome != "aborted":
             print(f"no checkpoint was saved (args.save_strategy={trainer.args.save_strategy!r})")
         return
-    print(f"checkpoint: {checkpoint}")
+    if found["step"] is None:
+        print(f"checkpoints are in {found['path']}, where nobody could look just now")
+    else:
+        print(f"checkpoint: {found['path']}")
     if output.interrupted_by is not None:
         command = _continuation(users_command(options.argv), output.interrupted_by)
         print(f"go on with: {shlex.join(command)}")
     elif trainer.args.checkpoint_address is not None:
-        print(f"fetch it:   headway finalize {shlex.quote(checkpoint)} FOLDER")
+        print(f"fetch it:   headway finalize {shlex.quote(found['path'])} FOLDER")
     elif trainer.processing_class is not None:
         print(f"try it:     headway generate {shlex.quote(output_dir)} --prompt '...'")
         print(f"measure it: headway eval {shlex.quote(output_dir)} --data FILE")

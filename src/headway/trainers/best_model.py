@@ -77,7 +77,7 @@ def load_best(
             manager.load_model(trainer.strategy.unwrap(), best)
         except DamagedError as error:
             damaged.add(best)
-            problems = [manager.storage.tell(problem) for problem in error.problems]
+            problems = error.problems
         else:
             _tell_loaded(trainer.state, manager, Path(best))
             trainer.bus.fire("on_load_model_weights", path=told)

@@ -70,6 +70,11 @@ class Checkpointing:
         """`name` has nothing against ephemeral saves any more; others may."""
         self.bus.ephemeral_blockers.discard(name)
 
+    @property
+    def last_read(self) -> Path | None:
+        """The files of the checkpoint that the run loaded last, or could not load."""
+        return None if self._saver is None else self._saver.last_read
+
     def save_checkpoint(
         self, checkpoint_path: str | None = None, checkpoint_id: str | int | None = None
     ) -> str:
@@ -93,7 +98,9 @@ class Checkpointing:
         path = self.resolve_checkpoint_path(checkpoint_path)
         if path is None and self._saver is None and checkpoint_path is not None:
             # Weights alone are wanted, and checkpoints that no run resumes from have them too.
-            path = checkpoint_path if is_committed(checkpoint_path) else None
+            manager = self._manager()  # held: what is at an address has files as long as it lives
+            there = manager.storage.path_of(checkpoint_path)
+            path = checkpoint_path if is_committed(there) else None
         if path is None:
             where = checkpoint_path or self.args.checkpoint_place
             raise CheckpointError(f"{where} is, or holds, no checkpoint that can be loaded")

@@ -134,10 +134,7 @@ def _find_named(manager: CheckpointManager, args: TrainingArguments, resume: str
             f"resume_from_checkpoint={resume!r} is an address, and no checkpoint in {place}; "
             "set checkpoint_address to where it is, or give a folder that it was copied to"
         )
-    try:
-        path = manager.resolve(resume, verify_tensors=False)
-    except ConfigError as error:
-        raise ConfigError([manager.storage.tell(one) for one in error.problems]) from error
+    path = manager.resolve(resume, verify_tensors=False)
     assert path is not None, "resolve raises for a path that is not there"
     return Found(path, manager.storage.locate(path))
 
@@ -154,8 +151,7 @@ def find_older(
         raise error
     if seed is not None and read_saved_seed(found.path) not in (None, seed):
         way_out = f"the newest whole one, {found.told}, was saved with another seed"
-        damaged = map(manager.storage.tell, error.problems)
-        raise CheckpointError("\n".join([*damaged, _advice(way_out)])) from error
+        raise CheckpointError("\n".join([*error.problems, _advice(way_out)])) from error
     return found
 
 

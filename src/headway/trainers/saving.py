@@ -121,6 +121,8 @@ class Saver:
         )
         self.background = BackgroundSaver(self.manager, asynchronous=self._asynchronous)
         self._folder_lock = FolderLock(args.output_dir)
+        self.last_read: Path | None = None
+        """The checkpoint that was loaded, or was to be; at an address, its files on this disk."""
         self.best_refused: CheckpointError | None = None
         """Why the best model was not loaded: for `train()` to raise when all else has ended."""
 
@@ -436,11 +438,13 @@ class Saver:
         started_s = time.monotonic()
         trainer = self._trainer
         assert trainer.strategy is not None
+        self.last_read = path
         self.manager.storage.fetch(path)
         wanted = self._kept if wanted is None else wanted
         contents = self._contents()
         required = {"model", "optimizer", *(c.key for c in contents.components if c.required)}
-        with trainer._ranks().together("looking for the parts of the checkpoint"):
+        storage, ranks = self.manager.storage, trainer._ranks()
+        with storage.telling(), ranks.together("looking for the parts of the checkpoint"):
             require_parts(path, wanted & {*required, "trainer"})
         # What a strategy adds counts as the trainer's own.
         others = [c for c in contents.components if c.key not in LOADABLE]
@@ -450,7 +454,8 @@ class Saver:
             take_weights(trainer, str(path))
         loaded = self.manager.load(contents, path, components=keys)
         if "trainer" in wanted:
-            check_progress(loaded.trainer_state, loaded.path)
+            with storage.telling():
+                check_progress(loaded.trainer_state, loaded.path)
             trainer.state.restore(loaded.trainer_state)
         if len({"optimizer", "scheduler"} & keys) == 1:
             follow_scheduler(trainer.optimizer, trainer.lr_scheduler)

@@ -232,7 +232,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
 
 
 def test_an_unknown_protocol_is_refused():
-    with pytest.raises(CheckpointError, match="nosuch"):
+    with pytest.raises(ConfigError, match="address nosuch://x cannot be opened: unknown protocol"):
         CheckpointManager("nosuch://x")
 
 

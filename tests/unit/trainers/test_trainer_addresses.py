@@ -8,9 +8,10 @@ import uuid
 import pytest
 import torch
 
-from headway import TrainerCallback
+from headway import Trainer, TrainerCallback
 from headway.callbacks import DivergenceDetector
 from headway.checkpoint import CheckpointError, find_latest_checkpoint, list_checkpoints
+from headway.checkpoint.errors import MisfitError
 from headway.checkpoint.remote import RemoteStorage
 from headway.cli.main import main
 from headway.engine.metrics import TRAIN_LOSS
@@ -130,13 +131,30 @@ def test_nothing_is_told_of_the_folder_through_which_checkpoints_go(address, tmp
         ConfigError, match=r"/else/checkpoint-4' is an address, and no checkpoint in "
     ):
         make(address, 8, resume_from_checkpoint=f"{address}/else/checkpoint-4").train()
+    with pytest.raises(CheckpointError) as named:
+        make(address, 8, resume_from_checkpoint=f"{address}/checkpoint-6").train()
+    assert damaged in str(named.value) and str(named.value) == "\n".join(named.value.problems)
+    with pytest.raises(MisfitError) as misfit:
+        make(address, 8, optim="sgd").train()
+    assert f"{address}/checkpoint-4/optimizer.safetensors" in str(misfit.value)
     trainer = make(address, 8)
     trainer.train()
     assert trainer.save_weights("average", wait=True) == f"{address}/checkpoint-8-average"
+    weights = make(address, 8)
+    weights.load_checkpoint(f"{address}/checkpoint-8-average")
+    assert all(map(torch.equal, weights.model.parameters(), trainer.model.parameters()))
     report = (tmp_path / "out" / "run" / "resume-4.json").read_text()
     assert json.loads(report)["checkpoint"] == best
-    for told in (caplog.text, str(caught.value), str(missing.value), report):
+    errors = [str(one.value) for one in (caught, missing, named, misfit)]
+    for told in (caplog.text, report, *errors):
         assert "headway-remote" not in told
+
+
+def test_an_address_of_no_known_kind_is_a_mistake(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = "address memry://run cannot be opened: unknown protocol 'memry'; did you mean 'memory'"
+    with pytest.raises(ConfigError, match=told):
+        make("memry://run", 2).train()
 
 
 class Spike(TrainerCallback):
@@ -223,6 +241,43 @@ def test_the_command_says_where_the_checkpoint_is(address, tmp_path, capsys):
     assert f"headway finalize {address}/checkpoint-2" in capsys.readouterr().out
     assert main(["train", "run.yaml", "--json", f"--args.checkpoint_address={address}"]) == 0
     assert json.loads(capsys.readouterr().out)["checkpoint"] == find_latest_checkpoint(address)
+
+
+def test_another_model_or_optimizer_is_told_by_its_option_also_where_the_run_is_at_an_address(
+    address, tmp_path, capsys
+):
+    (tmp_path / "run.yaml").write_text(RUN)
+    words = ["train", "run.yaml", "--quiet", f"--args.checkpoint_address={address}"]
+    assert main(words) == 0
+    for word, part, change in (
+        ("--model.hidden_size=32", "model", "model.init_args.hidden_size was 16 and is now 32"),
+        ("--args.optim=sgd", "optimizer", "args.optim was 'adamw' and is now 'sgd'"),
+    ):
+        assert main([*words, word]) == 2
+        told = capsys.readouterr().err
+        assert f"{part}: not the one of the checkpoint to go on from ({change})" in told
+        assert f"{address}/checkpoint-2/{part}.safetensors" in told
+
+
+def test_a_run_that_is_complete_is_no_failure_where_the_address_cannot_be_reached_any_more(
+    address, tmp_path, monkeypatch, capsys
+):
+    def fail(self):
+        raise OSError("the network is gone")
+
+    def train(self, *given, **named):
+        try:
+            return once(self, *given, **named)
+        finally:
+            monkeypatch.setattr(RemoteStorage, "refresh", fail)
+
+    once = Trainer.train
+    (tmp_path / "run.yaml").write_text(RUN)
+    words = ["train", "run.yaml", "--quiet", f"--args.checkpoint_address={address}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train", train)
+        assert main(words) == 0
+    assert f"checkpoints are in {address}, where nobody could look" in capsys.readouterr().out
 
 
 class Fail(TrainerCallback):
