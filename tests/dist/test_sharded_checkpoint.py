@@ -26,6 +26,7 @@ from headway.checkpoint.ranks import SoloRanks
 from headway.checkpoint.sharding import is_spread
 from headway.data.tokenizer import ByteTokenizer
 from headway.dist import init_distributed
+from headway.errors import ConfigError
 from headway.models import load_pretrained
 from headway.strategies.fsdp2 import FullyShardedStrategy
 from headway.strategies.source import ModelSource
@@ -278,6 +279,9 @@ def _save_models(folder: Path) -> None:
         args = FSDP2TrainingArguments(
             output_dir=str(folder / f"{name}-run"), seed=3, use_cpu=True, save_strategy="no"
         )
+        FSDP2Trainer(args=args, model_init=make).save_model(str(folder / name))
+    # Taken by now, which is the same mistake on every rank.
+    with pytest.raises(ConfigError, match=f"save_model: {folder / name} already holds model-0000"):
         FSDP2Trainer(args=args, model_init=make).save_model(str(folder / name))
 
 

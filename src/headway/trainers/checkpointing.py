@@ -134,10 +134,17 @@ class Checkpointing:
         model, ranks = self.strategy.unwrap(), self._ranks()
         if ranks.world_size > 1 and self._saver is not None:
             self._saver.deliver()  # a save that is being written talks over the same group
+        found = None
         with ranks.together("looking at the folder for the model"):
             # By one rank: another might look when the first has begun to write.
             if ranks.leads and not overwrite_output_dir:
-                _require_no_model(target)
+                found = _find_model(target)
+        taken = next(filter(None, ranks.exchange(found)), None)
+        if taken is not None:
+            raise ConfigError(
+                f"save_model: {target} already holds {taken}; choose another folder or "
+                f"pass overwrite_output_dir=True"
+            )
         replicated = self.strategy.data_shard().world_size == ranks.world_size
         if ranks.world_size == 1 or (has_adapters(model) and replicated and is_whole(model)):
             with ranks.together("writing the model's files"):
@@ -238,10 +245,7 @@ class Checkpointing:
         return CheckpointManager(self.args.checkpoint_place, ranks=self._ranks())
 
 
-def _require_no_model(folder: Path) -> None:
+def _find_model(folder: Path) -> str | None:
+    """The name of weights that are in a folder."""
     existing = sorted(folder.glob("*model*.safetensors")) if folder.is_dir() else []
-    if existing:
-        raise ConfigError(
-            f"save_model: {folder} already holds {existing[0].name}; choose another folder or "
-            f"pass overwrite_output_dir=True"
-        )
+    return existing[0].name if existing else None
