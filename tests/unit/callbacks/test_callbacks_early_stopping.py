@@ -135,6 +135,15 @@ def test_a_run_that_it_stopped_stays_stopped(tmp_path: Path) -> None:
     assert more.state.global_step == 7
 
 
+def test_what_it_counted_of_one_metric_does_not_count_for_another(tmp_path: Path) -> None:
+    arguments = {"save_strategy": "steps", "save_steps": 1, "max_steps": 7}
+    first = run(tmp_path, LOSSES, EarlyStoppingCallback(2), **arguments)
+    assert first.state.global_step == 5
+    other = {"name": "eval_accuracy", "metric_for_best_model": "accuracy", **arguments}
+    second = run(tmp_path, [0.1, 0.2], EarlyStoppingCallback(2), **other)
+    assert second.state.global_step == 7, "0.1 is less than the best loss was, and no worse"
+
+
 def test_the_state_of_transformers_callback_is_understood() -> None:
     early = EarlyStoppingCallback(3)
     early.load_state_dict(

@@ -61,6 +61,8 @@ class EarlyStoppingCallback(TrainerCallback):
         self.greater_is_better = greater_is_better
         self.early_stopping_patience_counter = 0
         self.best: float | None = None
+        self._watched: list[Any] | None = None
+        """What the count and the best are of: a metric, and whether it goes up."""
         self._came = False
         self._others: set[str] = set()
         """Metrics of steps that came while the watched one did not."""
@@ -70,6 +72,10 @@ class EarlyStoppingCallback(TrainerCallback):
     ) -> None:
         self._came = False
         self._others.clear()
+        watched = [self._name(args).removeprefix("eval_"), self._goes_up(args)]
+        if self._watched not in (None, watched):  # what was counted is of another metric
+            self.early_stopping_patience_counter, self.best = 0, None
+        self._watched = watched
         self._stay_stopped(state, control)
         if self._by_step:
             return
@@ -205,6 +211,7 @@ class EarlyStoppingCallback(TrainerCallback):
             "version": 1,
             "early_stopping_patience_counter": self.early_stopping_patience_counter,
             "best": self.best,
+            "watched": self._watched,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -218,6 +225,7 @@ class EarlyStoppingCallback(TrainerCallback):
         )
         best = state.get("best")
         self.best = None if best is None else float(best)
+        self._watched = state.get("watched")
 
 
 def _choose(
