@@ -125,7 +125,7 @@ class GuardedCollator:
             )
         if vocabulary is not None and labels.numpy().max() >= vocabulary:
             return _vocabulary_problem(self._option, int(labels.max()), vocabulary, "a label")
-        if self._leaves_out_one:
+        if self._leaves_out_one and labels.numpy().min() < 0:
             predicted = labels.numpy()[..., 1:]
             wrong = predicted[(predicted < 0) & (predicted != IGNORED_LABEL)]
             if wrong.size:
