@@ -69,6 +69,7 @@ def test_the_defaults_are_those_of_the_original() -> None:
         ("max_grad_norm", -1.0, "at least 0"),
         ("seed", -1, "at least 0"),
         ("checkpoint_every_n_steps", -5, "at least 0"),
+        ("output_dir", "s3://bucket/run", "is an address; a folder is needed"),
         ("save_last", "yes", "must be bool"),
         ("save_total_limit", 0, "at least 1"),
     ],

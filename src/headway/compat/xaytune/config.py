@@ -117,6 +117,11 @@ def _find_problems(config: TrainerConfig) -> list[str]:
         )
     if config.max_steps != -1 and config.max_steps < 1:
         problems.append(f"max_steps must be at least 1, or -1 for no limit, got {config.max_steps}")
+    if "://" in config.output_dir:
+        problems.append(
+            f"output_dir={config.output_dir!r} is an address; a folder is needed (Headway's own "
+            "trainers take an address as checkpoint_address)"
+        )
     if config.save_total_limit is not None and config.save_total_limit < 1:
         problems.append(f"save_total_limit must be at least 1, got {config.save_total_limit}")
     return problems
