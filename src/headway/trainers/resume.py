@@ -122,8 +122,8 @@ def _refuse_to_leave_behind(args: TrainingArguments) -> None:
     if here is not None:
         raise ConfigError(
             f"checkpoint_address={args.checkpoint_address!r} holds no checkpoint yet, and "
-            f"output_dir holds {here}; set resume_from_checkpoint={here!r} to go on from that one, "
-            "or resume_from_checkpoint=False to start anew"
+            f"output_dir holds {here}; set resume_from_checkpoint={here!r} for this one start to "
+            "go on from there, or resume_from_checkpoint=False to start anew"
         )
 
 
