@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,18 +57,50 @@ def load_best(
     """Give the model the weights of the best checkpoint; counters and optimizer stay as they are.
 
     A damaged one is named and the next best is taken; if there is none the last weights stay. The
-    run is over and saved by then, so that nothing is raised here: under
-    `on_damaged_checkpoint="stop"` what is to be raised once it has ended is returned.
+    run is over and saved by then, so that nothing is raised here: what is to be raised once it has
+    ended is returned, under `on_damaged_checkpoint="stop"` and where an address is out of reach.
     """
+    try:
+        return _load_whole(trainer, manager, metric_name)
+    except _OutOfReachError as error:
+        return error
+
+
+class _OutOfReachError(CheckpointError):
+    """Nobody could look for the best checkpoint, or fetch it; the model is as it was."""
+
+
+@contextmanager
+def _reaching(trainer: Trainer) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever a network or its library raises
+        address = trainer.args.checkpoint_address
+        if address is None:
+            raise
+        raise _OutOfReachError(
+            f"load_best_model_at_end: the best checkpoint could not be fetched from {address}: "
+            f"{error}. {_state_of(trainer)}; the same run loads it when it is started again"
+        ) from error
+
+
+def _load_whole(
+    trainer: Trainer, manager: CheckpointManager, metric_name: str
+) -> CheckpointError | None:
     assert trainer.strategy is not None
     damaged: set[str] = set()
     if trainer.args.on_damaged_checkpoint == "stop":
-        unreadable = trainer._ranks().share(_unreadable_best(manager, trainer.state, metric_name))
+        with _reaching(trainer):
+            own = _unreadable_best(manager, trainer.state, metric_name)
+        unreadable = trainer._ranks().share(own)
         if unreadable is not None:
             told, problem = unreadable
             return CheckpointError("\n".join([problem, _advice(trainer, told)]))
     while True:
-        found = _find_best(manager, trainer.state, metric_name, damaged)
+        with _reaching(trainer):
+            found = _find_best(manager, trainer.state, metric_name, damaged)
+            if found is not None:
+                manager.storage.fetch(found)
         best = trainer._ranks().share(None if found is None else str(found))
         if best is None:
             return None
@@ -96,13 +129,19 @@ def _tell_loaded(state: TrainerState, manager: CheckpointManager, best: Path) ->
 
 
 def _advice(trainer: Trainer, best: str) -> str:
-    step, folder = trainer.state.global_step, trainer.args.checkpoint_place
+    folder = trainer.args.checkpoint_place
     return (
         f"load_best_model_at_end (on_damaged_checkpoint): the best checkpoint, {best}, is damaged. "
-        f"The run is complete: the model has the weights of its last step, {step}, which "
-        f"{folder} holds too. 'headway checkpoint verify {shlex.quote(str(folder))}' tells which "
+        f"{_state_of(trainer)}. 'headway checkpoint verify {shlex.quote(str(folder))}' tells which "
         "checkpoints are whole; with on_damaged_checkpoint=fallback the same run loads the best of "
         "them"
+    )
+
+
+def _state_of(trainer: Trainer) -> str:
+    return (
+        "The run is complete: the model has the weights of its last step, "
+        f"{trainer.state.global_step}, which {trainer.args.checkpoint_place} holds too"
     )
 
 

@@ -157,6 +157,40 @@ def test_an_address_of_no_known_kind_is_a_mistake(tmp_path, monkeypatch):
         make("memry://run", 2).train()
 
 
+@pytest.mark.parametrize(("act", "policy"), [("fetch", "fallback"), ("refresh", "stop")])
+def test_a_best_model_out_of_reach_does_not_make_a_failure_of_a_complete_run(
+    address, tmp_path, monkeypatch, act, policy
+):
+    class Cut(Listener):
+        def on_run_settled(self, trainer):
+            trainer._saver.deliver()
+            patch.setattr(RemoteStorage, act, fail)
+
+        def on_error(self):
+            self.heard.append("error")
+
+        def on_train_end(self, state):
+            self.heard.append(state.outcome)
+
+    def fail(self, *given):
+        raise OSError("the network is gone")
+
+    evaluated = {
+        "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True,
+        "on_damaged_checkpoint": policy,
+    }  # fmt: skip
+    cut = Cut()
+    trainer = make(address, 4, [cut], **evaluated)
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError) as caught:
+        trainer.train()
+    assert f"could not be fetched from {address}: the network is gone" in str(caught.value)
+    assert cut.heard[-1] == "completed" and "error" not in cut.heard
+    assert not list(tmp_path.glob("out/post_mortem*"))
+    again = make(address, 4, **evaluated)
+    again.train()
+    assert again.state.best_model_checkpoint in map(f"{address}/checkpoint-{{}}".format, (2, 4))
+
+
 class Spike(TrainerCallback):
     """Makes one loss of the first time through look like a run that went wrong."""
 
