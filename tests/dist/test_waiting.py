@@ -169,6 +169,29 @@ def test_ddp_timeout_holds_in_every_group_of_a_run(tmp_path: Path, kind: str) ->
         assert len(found_s) > 2 and set(found_s) == {77.0}
 
 
+def limits_of_two_runs(folder: str) -> list[set[float]]:
+    init_distributed(use_cpu=True, timeout_s=99)
+    found_s = []
+    for limit_s in (77, None):
+        limits = Limits()
+        DDPTrainer(
+            args=DDPTrainingArguments(
+                output_dir=f"{folder}/{limit_s}", use_cpu=True, max_steps=1, ddp_timeout=limit_s
+            ),
+            model_init=tiny_decoder,
+            train_dataset=tiny_dataset(64),
+            callbacks=[limits],
+            default_callbacks=False,
+        ).train()
+        found_s.append(set(limits.found_s))
+    return found_s
+
+
+def test_ddp_timeout_of_one_run_does_not_hold_in_the_next(tmp_path: Path) -> None:
+    for first, second in run_ranks(limits_of_two_runs, 2, str(tmp_path), backend=None):
+        assert first == {77.0} and 99.0 in second, "groups of the first run are still there"
+
+
 def slow_figures(found: Any) -> dict[str, float]:
     time.sleep(4)
     return {"slow": 1.0}

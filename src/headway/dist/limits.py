@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 1800.0
 """Unless something else is asked for."""
 
-_limit_s = TIMEOUT_S
+_limit_s = _given_s = TIMEOUT_S
 
 
 def collective_limit_s() -> float:
@@ -33,10 +33,10 @@ def collective_limit() -> datetime.timedelta:
 
 def set_collective_limit(seconds: float) -> None:
     """Wait so long in the groups that are made from now on."""
-    global _limit_s
+    global _limit_s, _given_s
     if not (math.isfinite(seconds) and seconds > 0):
         raise ConfigError(f"timeout_s={seconds!r}: a number of seconds above 0 is needed")
-    _limit_s = float(seconds)
+    _limit_s = _given_s = float(seconds)
 
 
 def limit_group(group: ProcessGroup | Any) -> None:
@@ -46,15 +46,19 @@ def limit_group(group: ProcessGroup | Any) -> None:
     _set_pg_timeout(collective_limit(), group)
 
 
-def limit_collectives(seconds: float) -> None:
+def limit_collectives(seconds: float | None) -> None:
     """Wait so long in the default group, that of the host, and all that are made from now on.
 
+    None: as long as `set_collective_limit` said, also after a run with a limit of its own.
     Collective where the host's group is not there yet.
     """
+    global _limit_s
+    if seconds is None and _limit_s == _given_s:
+        return
     from torch import distributed
 
     from headway.dist.group import host_group
 
-    set_collective_limit(seconds)
+    _limit_s = _given_s if seconds is None else float(seconds)
     limit_group(distributed.group.WORLD)
     limit_group(host_group())

@@ -54,8 +54,7 @@ class _RankedTrainer(Trainer):
                 f"{type(self).__name__}: the process group has {context.world_size} ranks, but "
                 f"the environment says {self.env.world_size} (WORLD_SIZE)"
             )
-        if self.args.ddp_timeout is not None:
-            limit_collectives(self.args.ddp_timeout)
+        limit_collectives(self.args.ddp_timeout)
         return context
 
     @property
