@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from headway.checkpoint import CheckpointError, CheckpointManager, DamagedError, read_manifest
 from headway.checkpoint.best import lookup_metric
+from headway.checkpoint.storage import split_location
 from headway.engine.state import TrainerState
 from headway.trainers.resume import ResumeReport
 
@@ -49,6 +50,16 @@ def rank_anew(
         state.best_metric,
         state.best_model_checkpoint,
     )
+
+
+def keep_chosen(state: TrainerState, manager: CheckpointManager) -> None:
+    """Retention leaves the best checkpoint alone that somebody chose, and no evaluation did."""
+    chosen = state.best_model_checkpoint
+    if chosen is None or split_location(chosen)[1] == f"checkpoint-{state.best_global_step}":
+        return
+    path = manager.storage.path_of(chosen).absolute()
+    if path.parent == manager.output_dir:
+        manager.pinned.add(path.name, "best")
 
 
 def load_best(

@@ -188,7 +188,8 @@ class Checkpointing:
         return begin_to_save(self, self._saver, suffix, wait=wait)
 
     def set_best_checkpoint(self, best_checkpoint: str) -> None:
-        """Say which checkpoint is the best: it is recorded, and kept for the rest of the run."""
+        """Say which checkpoint is the best: it is recorded, and kept for the rest of the run, also
+        where that is resumed."""
         manager = self._manager()
         path = manager.storage.path_of(best_checkpoint)
         read_manifest(path)

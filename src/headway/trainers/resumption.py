@@ -19,6 +19,7 @@ from headway.checkpoint.model import collect_model
 from headway.checkpoint.optimizer import find_regrouped
 from headway.optim.in_force import InForce
 from headway.optim.rate_scaling import scale_rates
+from headway.trainers.best_model import keep_chosen
 from headway.trainers.overruled import Overruled, find_overruled, join_overruled
 from headway.trainers.resume import (
     Found,
@@ -63,6 +64,8 @@ def resume_run(
             logger.info("resuming from %s", found.told)
     if {"optimizer", "scheduler"} & wanted:
         _take_back_rates(trainer, float(loaded.trainer_state.get("temporary_rate_factor", 1.0)))
+    if "trainer" in wanted:
+        keep_chosen(trainer.state, trainer._manager())
     in_force = InForce.read(trainer.optimizer, trainer.lr_scheduler)
     report = make_report(
         found,

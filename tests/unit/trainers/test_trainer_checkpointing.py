@@ -147,6 +147,21 @@ def test_the_best_checkpoint_is_kept(tmp_path):
         trainer.set_best_checkpoint(str(tmp_path / "out" / "checkpoint-9"))
 
 
+def test_the_best_checkpoint_is_kept_by_the_run_that_goes_on_too(tmp_path):
+    def mark(trainer):
+        trainer.set_best_checkpoint(str(tmp_path / "out" / "checkpoint-1"))
+
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "save_async": False}
+    tiny_trainer(tmp_path, [At(2, mark)], max_steps=2, **saving).train()
+    trainer = tiny_trainer(tmp_path, max_steps=4, **saving)
+    trainer.train(resume_from_checkpoint=True)
+    assert {p.name for p in (tmp_path / "out").glob("checkpoint-*")} == {
+        "checkpoint-1",
+        "checkpoint-4",
+    }
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+
+
 def test_the_first_save_finds_its_memory_allocated(tmp_path):
     held = {}
 
