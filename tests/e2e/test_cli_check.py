@@ -161,6 +161,10 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("torch_compile_backend", "did you mean 'inductor'"),
     ),
     ({"fp8_recipe": "rowwise"}, ("fp8_recipe='rowwise' needs a CUDA device", "is on cpu")),
+    (
+        {"checkpoint_address": "memry://run"},
+        ("checkpoint_address='memry://run' cannot be opened", "did you mean 'memory'"),
+    ),
     ({"fused_loss": "liger"}, ("fused_loss='liger' needs",)),
     ({"sdpa_backend": "cudnn"}, ("sdpa_backend='cudnn' cannot run on cpu", "what can: ")),
     ({"qat_recipe": "int4-weight-only"}, ("qat_recipe", "no multiple of the group size 128")),

@@ -738,8 +738,11 @@ def test_help_and_usage_errors_do_not_import_torch():
     )
 
 
-def test_the_commands_take_an_address(run, capsys):
+def test_the_commands_take_an_address(run, tmp_path, capsys):
     address = f"file://{run}"
+    for given in (address, f"{address}/checkpoint-3"):
+        assert main(["finalize", given, str(tmp_path / "final"), "--dry-run", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["source"] == f"{address}/checkpoint-3"
     assert len(ask(capsys, "ls", address)["checkpoints"]) == 3
     assert ask(capsys, "verify", address)["ok"]
     assert ask(capsys, "inspect", f"{address}/checkpoint-2")["step"] == 2

@@ -42,17 +42,33 @@ _UPLOADING = ".uploading-"
 logger = logging.getLogger(__name__)
 
 
-def _open_file_system(url: str) -> tuple[Any, str]:
+def check_address(url: str, option: str | None = None) -> None:
+    """Refuse an address whose protocol this machine does not speak; nothing is connected to.
+
+    `option` is what the user gave it as, for the error.
+    """
+    given = f"the address {url}" if option is None else f"{option}={url!r}"
     try:
         import fsspec
     except ImportError:
-        raise missing_extra("fsspec", "remote", f"the address {url}") from None
+        raise missing_extra("fsspec", "remote", given) from None
+    protocol = url.partition("://")[0]
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:
+        known = {*fsspec.available_protocols(), *fsspec.registry}
+        problem = str(error) if protocol in known else unknown("protocol", protocol, sorted(known))
+        raise ConfigError(f"{given} cannot be opened: {problem}") from error
+
+
+def _open_file_system(url: str) -> tuple[Any, str]:
+    check_address(url)
+    import fsspec
+
     try:
         file_system, base = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        protocol, known = url.partition("://")[0], {*fsspec.available_protocols(), *fsspec.registry}
-        problem = str(error) if protocol in known else unknown("protocol", protocol, sorted(known))
-        raise ConfigError(f"the address {url} cannot be opened: {problem}") from error
+        raise ConfigError(f"the address {url} cannot be opened: {error}") from error
     return file_system, str(base).rstrip("/")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.checkpoint.storage import is_url, join_location, split_location
 from headway.cli.messages import print_json, print_table, spell_bytes, spell_count
 from headway.errors import ConfigError
 from headway.precision.recipes import RECIPES, find_recipe
@@ -102,12 +103,21 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
+def _place(given: str, source: Path) -> str:
+    """Where a checkpoint is for people: files of an address are in a temporary folder here."""
+    if not is_url(given):
+        return str(source)
+    parent, name = split_location(given)
+    return join_location(parent if name == source.name else given, source.name)
+
+
 def _describe(options: argparse.Namespace, source: Path, target: Path, weights: Source) -> _Outcome:
     weights.cast(options.dtype)
     num_parameters = sum(tensor.numel() for tensor in weights.tensors.values())
     num_bytes = _num_bytes(weights)
+    told = _place(options.source, source)
     facts = {
-        "source": source,
+        "source": told,
         "target": target,
         "step": weights.step,
         "num_parameters": num_parameters,
@@ -117,7 +127,7 @@ def _describe(options: argparse.Namespace, source: Path, target: Path, weights: 
     }
     rows = [
         ("would be written" if options.dry_run else "model folder", str(target)),
-        ("from", f"{source}, step {weights.step:,}"),
+        ("from", f"{told}, step {weights.step:,}"),
         ("weights", f"{spell_count(num_parameters)} parameters, {spell_bytes(num_bytes)}"),
         ("with", ", ".join(sorted(weights.files)) or "no other files"),
     ]

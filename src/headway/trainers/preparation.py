@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from headway.args import TrainingArguments
+from headway.checkpoint.remote import check_address
 from headway.config.rules_values import FLASH4
 from headway.errors import ConfigError, check_all
 from headway.models.decoder import DecoderStack
@@ -57,12 +58,15 @@ def check_arguments(
 
 
 def _check_address(args: TrainingArguments) -> None:
-    if args.checkpoint_address is not None and args.world_size > 1:
+    address = args.checkpoint_address
+    if address is None:
+        return
+    if args.world_size > 1:
         raise ConfigError(
-            f"checkpoint_address={args.checkpoint_address!r}: an address is written by one "
-            f"process, not by {args.world_size} ranks; leave it out, and give an output_dir that "
-            "all of them share"
+            f"checkpoint_address={address!r}: an address is written by one process, not by "
+            f"{args.world_size} ranks; leave it out, and give an output_dir that all of them share"
         )
+    check_address(address, "checkpoint_address")
 
 
 def _check_place(

@@ -152,9 +152,12 @@ def test_nothing_is_told_of_the_folder_through_which_checkpoints_go(address, tmp
 
 def test_an_address_of_no_known_kind_is_a_mistake(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    told = "address memry://run cannot be opened: unknown protocol 'memry'; did you mean 'memory'"
+    told = (
+        "^checkpoint_address='memry://run' cannot be opened: unknown protocol 'memry'; "
+        "did you mean 'memory'"
+    )
     with pytest.raises(ConfigError, match=told):
-        make("memry://run", 2).train()
+        make("memry://run", 2)
 
 
 @pytest.mark.parametrize(("act", "policy"), [("fetch", "fallback"), ("refresh", "stop")])
