@@ -24,6 +24,18 @@ _FILL = {
     "token_type_ids": 0,
     "loss_mask": 0,
 }
+# What an embedding or a loss takes as a number, or is padded with one that not every type holds.
+_NUMBERS = (
+    "input_ids",
+    "labels",
+    "label",
+    "label_ids",
+    "document_ids",
+    "position_ids",
+    "token_type_ids",
+)
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+_NARROW = (torch.uint8, torch.int8, torch.int16, *_UNSIGNED)
 
 
 class PadCollator:
@@ -173,52 +185,62 @@ def _lengths(key: str, values: list[Any]) -> list[int]:
 
 
 def _stack(key: str, values: list[Any]) -> Any:
-    first = values[0]
-    if not isinstance(first, (np.ndarray, torch.Tensor)):
-        return values
-    if isinstance(first, np.ndarray) and first.dtype.kind in "OUS":
-        return [value.tolist() for value in values]
+    if not any(_is_numeric(value) for value in values):
+        return [value.tolist() if isinstance(value, np.ndarray) else value for value in values]
     values = _alike(key, values)
     shapes = {tuple(value.shape) for value in values}
     if len(shapes) > 1:
         raise ConfigError(_ragged(key, shapes))
     if isinstance(values[0], torch.Tensor):
-        return torch.stack(values)
+        stacked_here = torch.stack(values)
+        return stacked_here.to(_wide_torch(key, stacked_here.dtype))
     stacked = np.stack(values)
     return torch.from_numpy(stacked.astype(_wide(key, stacked.dtype), copy=False))
 
 
 def _alike(key: str, values: list[Any]) -> list[Any]:
     """Numbers of one type: that of the fractions, where others are whole (1 beside 0.5)."""
-    if len({getattr(value, "dtype", None) for value in values}) == 1:
-        return values
     wrong = [value for value in values if not _is_numeric(value)]
     if wrong:
         raise ConfigError(f"{key!r} must be numbers in every sample of a batch: {wrong[0]!r:.80}")
-    if isinstance(values[0], torch.Tensor):
-        tensors = [torch.as_tensor(value) for value in values]
+    if key in _NUMBERS and not any(_has_elements(value) for value in values):
+        return [torch.as_tensor(value).to(torch.int64) for value in values]
+    if len({value.dtype for value in values}) == 1:
+        return values
+    if any(isinstance(value, torch.Tensor) for value in values):
+        tensors = [value if torch.is_tensor(value) else torch.tensor(value) for value in values]
+        # torch joins the wide ones of these with no other type.
+        tensors = [one.to(torch.int64) if one.dtype in _UNSIGNED else one for one in tensors]
         typed = [tensor for tensor in tensors if tensor.numel()] or tensors
         dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in typed))
         return [tensor.to(dtype) for tensor in tensors]
-    arrays = [np.asarray(value) for value in values]
     # Nothing (an empty list) is of no type, and numpy would say fractions.
-    dtypes = {array.dtype for array in arrays if array.size} or {array.dtype for array in arrays}
+    dtypes = {array.dtype for array in values if array.size} or {array.dtype for array in values}
+    fractions = {dtype for dtype in dtypes if dtype.kind in "fc"}
     # numpy would make double precision of whole numbers beside single ones.
-    common = np.result_type(*({dtype for dtype in dtypes if dtype.kind in "fc"} or dtypes))
-    return [array.astype(common, copy=False) for array in arrays]
+    common = np.result_type(*(fractions or dtypes))
+    if not fractions and common.kind == "f":  # its way with uint64 beside int64
+        common = np.dtype(np.int64)
+    return [array.astype(common, copy=False) for array in values]
 
 
 def _is_numeric(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or getattr(value, "dtype", np.dtype("O")).kind in "biufc"
 
 
+def _has_elements(value: Any) -> bool:
+    return 0 not in value.shape
+
+
 def _pad(key: str, values: list[Any], lengths: list[int], width: int, fill: int) -> torch.Tensor:
     values = _alike(key, values)
     first = values[0]
+    if len({value.shape[1:] for value in values}) > 1:
+        raise ConfigError(_ragged(key, {tuple(value.shape) for value in values}))
     shape = (len(values), width, *first.shape[1:])
     padded: Any
     if isinstance(first, torch.Tensor):
-        padded = first.new_full(shape, fill)
+        padded = first.new_full(shape, fill, dtype=_wide_torch(key, first.dtype))
     else:
         padded = np.full(shape, fill, dtype=_wide(key, first.dtype))
     for row, (value, length) in enumerate(zip(values, lengths)):
@@ -234,9 +256,16 @@ def _length_mask(lengths: list[int], width: int) -> torch.Tensor:
 def _wide(key: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Ids and labels from narrow or unsigned types become int64, which embeddings take."""
     narrow = dtype.kind == "u" or (dtype.kind == "i" and dtype.itemsize < 4)
-    is_token_like = key in _FILL or key in ("input_ids", "labels")
-    wide = narrow and (is_token_like or dtype.itemsize > 1)
+    wide = narrow and (key in _NUMBERS or key in _FILL or dtype.itemsize > 1)
+    wide |= dtype.kind == "b" and key in _NUMBERS
     return np.dtype(np.int64) if wide else dtype
+
+
+def _wide_torch(key: str, dtype: torch.dtype) -> torch.dtype:
+    """The same for tensors; of what is neither, somebody chose the type."""
+    wide = dtype in _NARROW and (key in _NUMBERS or key in _FILL)
+    wide |= dtype is torch.bool and key in _NUMBERS
+    return torch.int64 if wide else dtype
 
 
 def _ragged(key: str, shapes: set[tuple[int, ...]]) -> str:

@@ -77,6 +77,46 @@ def test_an_empty_list_makes_no_fractions_of_whole_numbers(kind):
         assert labels.dtype == torch.int64 and sorted(labels.tolist())[1] == [5, 6]
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint16", "bool"])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_padding_is_what_it_says_whatever_the_type_of_labels(kind, dtype):
+    """-100 is 156 in eight bits without a sign, and True among booleans: a label like others."""
+    rows = []
+    for values in ([0, 1, 0], [1]):
+        array = np.array(values, dtype=dtype)
+        own = torch.from_numpy(array) if kind == "torch" else array
+        rows.append({"input_ids": own, "labels": own, "document_ids": own, "attention_mask": own})
+    batch = default_collator(rows)
+    assert batch["labels"].tolist() == [[0, 1, 0], [1, -100, -100]]
+    assert batch["document_ids"].tolist() == [[0, 1, 0], [1, -1, -1]]
+    assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
+    assert batch["attention_mask"].tolist() == [[0, 1, 0], [1, 0, 0]]
+    assert (batch["attention_mask"].dtype == torch.bool) == (dtype == "bool")
+    del rows[0]["labels"], rows[1]["labels"]
+    assert default_collator(rows)["labels"].tolist()[1] == [1, -100, -100]
+    classes = [{"x": 0.5, "label": np.array(n, dtype=dtype)} for n in (0, 1)]
+    single = PadCollator(causal_labels=False)(classes)
+    assert (single["labels"].dtype, single["labels"].tolist()) == (torch.int64, [0, 1])
+
+
+def test_tensors_and_arrays_make_one_batch_in_any_order():
+    bits = [torch.tensor(0.5, dtype=torch.bfloat16), 0.25]
+    ids = [torch.tensor([1, 2]), np.array([3], dtype=np.uint16)]
+    whole = [np.array([1, 2], dtype=np.uint64), np.array([3])]
+    for step in (1, -1):
+        made = default_collator([{"x": x} for x in bits[::step]])["x"]
+        assert (made.dtype, sorted(made.tolist())) == (torch.float32, [0.25, 0.5])
+        for rows in (ids, whole):
+            made = default_collator([{"input_ids": row} for row in rows[::step]])["input_ids"]
+            assert (made.dtype, sorted(made.tolist())) == (torch.int64, [[1, 2], [3, 0]])
+
+
+def test_labels_of_which_there_are_none_are_no_fractions():
+    """Else a batch of them counts as many targets as it has samples."""
+    batch = default_collator([{"input_ids": [1, 2], "labels": []}])
+    assert batch["labels"].dtype == torch.int64 and count_targets(batch) == 0
+
+
 def test_samples_without_token_ids_have_labels_too():
     rows = [{"pixel_values": [0.5, 1.0], "label": n} for n in range(2)]
     assert PadCollator(causal_labels=False)(rows)["labels"].tolist() == [0, 1]
@@ -141,7 +181,10 @@ def test_other_items():
         ([{"input_ids": [1, 2], "attention_mask": [1]}], "'attention_mask' has 1 entries"),
         ([{"input_ids": []}], "non-empty"),
         ([{"x": 1}, {"x": None}], "'x' must be numbers .*None"),
+        ([{"x": None}, {"x": 1}], "'x' must be numbers .*None"),
         ([{"x": torch.tensor(1)}, {"x": "a"}], "'x' must be numbers .*'a'"),
+        ([{"x": "a"}, {"x": torch.tensor(1)}], "'x' must be numbers .*'a'"),
+        ([{"input_ids": [[1, 2], [3, 4]]}, {"input_ids": [[1, 2, 3]]}], "shape of 'input_ids'"),
         ([{"input_ids": [1, 2]}, {"input_ids": [1, None]}], "'input_ids' must .*None"),
         ([{"input_ids": 5}], "'input_ids' .*5"),
         ([{"input_ids": [1]}, {"input_ids": torch.tensor(3)}], "'input_ids' .* tensor"),
