@@ -144,6 +144,14 @@ def test_what_it_counted_of_one_metric_does_not_count_for_another(tmp_path: Path
     assert second.state.global_step == 7, "0.1 is less than the best loss was, and no worse"
 
 
+def test_a_second_run_of_one_object_begins_anew(tmp_path: Path) -> None:
+    early = EarlyStoppingCallback(2)
+    assert run(tmp_path / "one", [1.0, 1.0, 1.0], early).state.global_step == 3
+    assert run(tmp_path / "two", [9.0, 8.0, 7.0, 6.0], early).state.global_step == 4
+    early.load_state_dict({"best": 5.0, "early_stopping_patience_counter": 1})
+    assert run(tmp_path / "three", [9.0, 8.0], early).state.global_step == 1
+
+
 def test_the_state_of_transformers_callback_is_understood() -> None:
     early = EarlyStoppingCallback(3)
     early.load_state_dict(
