@@ -489,6 +489,6 @@ class WindowLoader:
 def _read(stream: SampleStream | BatchStream, limit: int) -> list[Chunk]:
     """Up to `limit` chunks; fewer only at the end, where the stream closes."""
     chunks: list[Chunk] = []
-    while len(chunks) < limit and (chunk := stream.read()) is not None:
+    while len(chunks) < limit and stream.is_open and (chunk := stream.read()) is not None:
         chunks.append(chunk)
     return chunks

@@ -49,6 +49,7 @@ class Chunk(NamedTuple):
     parts: list[Part | None]
     num_global_samples: int
     state: Any
+    is_last: bool = False
 
 
 class _Reader(IterableDataset[Chunk]):
@@ -82,9 +83,10 @@ class _Reader(IterableDataset[Chunk]):
         items = self._open() if self.seeds is None else self._open_seeded(*self.seeds)
         step = self.deal.batch_size * self.deal.world_size
         while chunk := list(islice(items, step)):
-            if len(chunk) < step and self.deal.drop_last:
+            is_last = len(chunk) < step
+            if is_last and self.deal.drop_last:
                 return
-            yield self._make(chunk)
+            yield self._make(chunk, is_last)
 
     def _open(self) -> Iterator[Any]:
         items: Iterator[Any] = iter(self.dataset)
@@ -101,7 +103,7 @@ class _Reader(IterableDataset[Chunk]):
             first = list(islice(items, 1))
         return chain(first, items)
 
-    def _make(self, samples: list[Any]) -> Chunk:
+    def _make(self, samples: list[Any], is_last: bool) -> Chunk:
         state = encode(self.dataset.state_dict()) if self.with_state else None
         base, extra = divmod(len(samples), self.deal.world_size)
         parts: list[Part | None] = []
@@ -109,7 +111,7 @@ class _Reader(IterableDataset[Chunk]):
             start = rank * base + min(rank, extra)
             own = samples[start : start + base + (rank < extra)]
             parts.append(make_part(self.collate(own), len(own)) if own else None)
-        return Chunk(parts, len(samples), state)
+        return Chunk(parts, len(samples), state, is_last)
 
 
 def make_part(batch: Any, num_samples: int) -> Part:
@@ -145,6 +147,7 @@ class SampleStream:
         self._first_state: Any = None
         self._has_loaded = False
         self._worker_state: Any = None
+        self._ended = False
         self._chunks: Iterator[Chunk] | None = None
 
     @property
@@ -157,6 +160,10 @@ class SampleStream:
         stored = (state or {}).get("dataset") if self.has_state else None
         self._position = (state or {}).get("position", 0)
         self._epoch = (state or {}).get("epoch", epoch)
+        self._ended = (state or {}).get("ended", False)
+        if self._ended:
+            self._chunks = iter(())
+            return
         loaded, from_state = self._has_loaded, stored
         if stored is not None and not loaded:
             self._first_state, self._has_loaded = encode(self.dataset.state_dict()), True
@@ -186,16 +193,19 @@ class SampleStream:
         """The next micro-batch of each rank, or None at the end."""
         assert self._chunks is not None
         chunk = next(self._chunks, None)
-        if chunk is None:
-            self._chunks = None
-            return None
-        self._position += chunk.num_global_samples
-        self._worker_state = chunk.state
+        if chunk is None or chunk.is_last:
+            self._chunks, self._ended = None, True
+        if chunk is not None:
+            self._position += chunk.num_global_samples
+            self._worker_state = chunk.state
         return chunk
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"position": self._position, "epoch": self._epoch}
-        if self.has_state and self._position:
+        if self._ended:
+            # A dataset's own state does not tell: many stand at their beginning again then.
+            state["ended"] = True
+        elif self.has_state and self._position:
             # What a worker has read ahead does not count, so its state comes with each batch.
             state["dataset"] = (
                 self._worker_state if self._in_worker else encode(self.dataset.state_dict())

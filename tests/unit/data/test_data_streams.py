@@ -84,6 +84,42 @@ def test_stop_and_resume(make, num_workers):
         assert two_epochs(make, stop, **options) == expected
 
 
+class Restarting(Stateful):
+    """Stands at its beginning again when it was read to its end; each epoch is another."""
+
+    def __init__(self):
+        super().__init__(7)
+        self.told = self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.told = epoch
+
+    def __iter__(self):
+        if self.place == 0:
+            self.epoch = self.told
+        return (100 * self.epoch + n for n in super().__iter__())
+
+    def state_dict(self):
+        return {**super().state_dict(), "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.epoch = state["epoch"]
+
+
+@pytest.mark.parametrize("epoch_batches", [None, 2, 3])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_epoch_that_was_read_to_its_end_is_not_read_again(num_workers, epoch_batches):
+    """Whatever state its dataset has then, and though nobody has looked whether there is more."""
+    options = {"batch_size": 3, "num_workers": num_workers, "epoch_batches": epoch_batches}
+    expected = two_epochs(Restarting, None, **options)
+    if epoch_batches is None:
+        assert expected == [[[0, 1, 2]], [[3, 4, 5]], [[6]], [[100, 101, 102]], [[103, 104, 105]],
+                            [[106]]]  # fmt: skip
+    for stop in range(1, len(expected) + 1):
+        assert two_epochs(Restarting, stop, **options) == expected
+
+
 def test_replay_is_announced_and_state_avoids_it(caplog):
     for make, replayed in ((Plain, True), (Stateful, False)):
         loader = WindowLoader(make(), batch_size=4)
