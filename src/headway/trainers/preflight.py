@@ -67,7 +67,7 @@ def longest_sequence(model: nn.Module) -> int | None:
         names.remove("n_positions")  # T5's counts nothing: it knows places by their distance
     for name in names:
         value = getattr(config, name, None)
-        if isinstance(value, int):
+        if isinstance(value, int) and value > 0:  # XLNet's -1 is no limit
             return value
     return None
 

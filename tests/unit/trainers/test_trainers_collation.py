@@ -171,3 +171,9 @@ def test_a_model_that_knows_places_by_their_distance_takes_texts_of_any_length(t
     rows = [{"input_ids": [3] * 9, "labels": [4] * 6}] * 4
     model = transformers.T5ForConditionalGeneration(config)
     assert train(tmp_path, model, rows).global_step == 2
+
+
+def test_a_model_that_says_that_nothing_is_too_long_for_it(tmp_path):
+    config = transformers.XLNetConfig(vocab_size=32, d_model=16, n_layer=1, n_head=2, d_inner=16)
+    rows = [{"input_ids": [3] * 9, "labels": [4] * 9}] * 4
+    assert train(tmp_path, transformers.XLNetLMHeadModel(config), rows).global_step == 2
