@@ -214,3 +214,11 @@ def test_ranks_wait_for_rank_0s_metrics_as_long_as_ddp_timeout_says(tmp_path: Pa
         run_ranks(evaluate_slowly, 2, str(tmp_path), backend=None)
     told = run_ranks(evaluate_slowly, 2, str(tmp_path), backend=None, ddp_timeout=60)
     assert [metrics["eval_slow"] for metrics in told] == [1.0, 1.0]
+
+
+def test_for_ever_is_longer_than_any_wait(tmp_path: Path) -> None:
+    """Of 300 years gloo makes a time that has been, and of more torch takes none."""
+    for given in (10**10, 10**15):
+        said = {"ddp_timeout": given}
+        told = run_ranks(evaluate_slowly, 2, str(tmp_path), backend=None, timeout_s=60, **said)
+        assert [metrics["eval_slow"] for metrics in told] == [1.0, 1.0]

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 TIMEOUT_S = 1800.0
 """Unless something else is asked for."""
 
+_LONGEST_S = 1e9
+"""Thirty years. gloo adds nanoseconds to the time of day: ten times as much is in the past."""
+
 _limit_s = _given_s = TIMEOUT_S
 
 
@@ -36,7 +39,7 @@ def set_collective_limit(seconds: float) -> None:
     global _limit_s, _given_s
     if not (math.isfinite(seconds) and seconds > 0):
         raise ConfigError(f"timeout_s={seconds!r}: a number of seconds above 0 is needed")
-    _limit_s = _given_s = float(seconds)
+    _limit_s = _given_s = min(float(seconds), _LONGEST_S)
 
 
 def limit_group(group: ProcessGroup | Any) -> None:
