@@ -7,7 +7,7 @@ Does not own: fetching samples (fetch) nor moving batches to a device (strategie
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,11 @@ class PadCollator:
         self._fill = {"input_ids": pad_token_id, "labels": label_pad, **_FILL}
 
     def __call__(self, items: Sequence[Any]) -> Any:
+        return self.collate(items)
+
+    def collate(self, items: Sequence[Any], taken: Container[str] | None = None) -> Any:
+        """`taken`: the columns that the model takes, if not all of them. Of others, what makes no
+        tensor stays a list."""
         if len(items) == 0:
             raise ConfigError("a batch cannot be made from no samples")
         first = items[0]
@@ -79,9 +84,21 @@ class PadCollator:
                 if item.keys() != keys:
                     raise ConfigError(_describe_keys(items))
         if "input_ids" not in keys:
-            batch = {key: _stack(key, [_as_array(item[key]) for item in items]) for key in keys}
+            batch = {
+                key: self._stack(key, [_as_array(item[key]) for item in items], taken)
+                for key in keys
+            }
             return self._name_labels(batch)
-        return self._collate_tokens(items, list(keys))
+        return self._collate_tokens(items, list(keys), taken)
+
+    def _stack(self, key: str, values: list[Any], taken: Container[str] | None) -> Any:
+        try:
+            return _stack(key, values)
+        except ConfigError:
+            is_label = not self.causal_labels and key in ("label", "label_ids")
+            if taken is None or key in taken or key in self._fill or is_label:
+                raise
+            return _as_list(values)
 
     def _name_labels(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Where inputs are no labels, those are what a sample has as `label` or `label_ids`."""
@@ -90,7 +107,9 @@ class PadCollator:
             batch["labels"] = batch.pop(named)
         return batch
 
-    def _collate_tokens(self, items: Sequence[Mapping[str, Any]], keys: list[str]) -> Any:
+    def _collate_tokens(
+        self, items: Sequence[Mapping[str, Any]], keys: list[str], taken: Container[str] | None
+    ) -> Any:
         rows = [_as_array(item["input_ids"]) for item in items]
         full_lengths = lengths = _lengths("input_ids", rows)
         if 0 in lengths:
@@ -108,7 +127,7 @@ class PadCollator:
             values = rows if key == "input_ids" else [_as_array(item[key]) for item in items]
             fill = self._fill.get(key)
             if fill is None or _is_single(values[0]):
-                batch[key] = _stack(key, values)
+                batch[key] = self._stack(key, values, taken)
                 continue
             own_lengths = full_lengths if values is rows else _lengths(key, values)
             if own_lengths == full_lengths:
@@ -186,7 +205,7 @@ def _lengths(key: str, values: list[Any]) -> list[int]:
 
 def _stack(key: str, values: list[Any]) -> Any:
     if not any(_is_numeric(value) for value in values):
-        return [value.tolist() if isinstance(value, np.ndarray) else value for value in values]
+        return _as_list(values)
     values = _alike(key, values)
     shapes = {tuple(value.shape) for value in values}
     if len(shapes) > 1:
@@ -196,6 +215,13 @@ def _stack(key: str, values: list[Any]) -> Any:
         return stacked_here.to(_wide_torch(key, stacked_here.dtype))
     stacked = np.stack(values)
     return torch.from_numpy(stacked.astype(_wide(key, stacked.dtype), copy=False))
+
+
+def _as_list(values: list[Any]) -> list[Any]:
+    return [
+        value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else value
+        for value in values
+    ]
 
 
 def _alike(key: str, values: list[Any]) -> list[Any]:

@@ -72,6 +72,25 @@ def generation_config_of(model: nn.Module) -> dict[str, Any] | None:
     return found
 
 
+def is_of_transformers(kind: type) -> bool:
+    """Whether a class is one of transformers' models, or made of one."""
+    return kind.__module__.startswith("transformers.") or any(
+        base.__name__ == "PreTrainedModel" for base in kind.__mro__
+    )
+
+
+def names_taken(model: nn.Module) -> set[str] | None:
+    """What a call of a model is given of a batch; None: everything.
+
+    Many models of transformers take any name, and pass it on to where it is an error.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    # What stands in for a model of another class, such as a part of it, says so.
+    kind: type = getattr(model, "stands_for", type(model))
+    return None if takes_all and not is_of_transformers(kind) else set(parameters)
+
+
 def predicts_next_token(model: nn.Module) -> bool:
     """Whether the inputs of a model are its labels too; what does not tell is taken for such."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):

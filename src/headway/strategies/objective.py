@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from headway.data.counting import are_beside_inputs, count_labels, count_targets
 from headway.errors import ConfigError
 from headway.models.fused_loss import FusedLoss
-from headway.models.hf import predicts_next_token
+from headway.models.hf import is_of_transformers, names_taken, predicts_next_token
 from headway.models.loss import cross_entropy_sum
 
 logger = logging.getLogger(__name__)
@@ -50,17 +50,13 @@ class Objective:
         self._requires = {
             name for name in self._accepts if parameters[name].default is inspect.Parameter.empty
         }
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        transformers_model = kind.__module__.startswith("transformers.") or any(
-            base.__name__ == "PreTrainedModel" for base in kind.__mro__
-        )
-        self._filters = not takes_all or transformers_model
+        self._filters = names_taken(model) is not None
         # Only by name. transformers' models take it in **kwargs, but many ignore it and return a
         # mean, and what some add to their loss (a router's) is not divided by it.
         self._takes_count = "num_items_in_batch" in self._accepts
         # A cache is for generation. Without one transformers keeps packed documents apart by their
         # positions, as it does while blocks are recomputed.
-        self._leaves_cache = transformers_model and "use_cache" in self._accepts
+        self._leaves_cache = is_of_transformers(kind) and "use_cache" in self._accepts
         self._leaves_cache &= not hasattr(model, "stands_for")
         self._computes, self._fused = compute_loss_func, fused
         self._takes_labels = "labels" in self._accepts or not self._filters

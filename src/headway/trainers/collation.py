@@ -6,6 +6,7 @@ Owns: which collator a run has, and what one of transformers is handed. Does not
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from torch import nn
 
 from headway.data.collate import PadCollator
 from headway.errors import ConfigError
-from headway.models.hf import predicts_next_token
+from headway.models.hf import names_taken, predicts_next_token
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,15 @@ def choose_collator(given: Collator | None, processing_class: Any, model: nn.Mod
     return PadCollator(
         pad_token_id=pad if isinstance(pad, int) else 0, causal_labels=predicts_next_token(model)
     )
+
+
+def fit_collator(collate: Collator, model: nn.Module) -> Collator:
+    """One that pads is told what the model takes: all else is left out of its inputs anyway, and
+    need not make tensors."""
+    if type(collate) is not PadCollator:
+        return collate
+    taken = names_taken(model)
+    return collate if taken is None else functools.partial(collate.collate, taken=taken)
 
 
 class ColumnChoice:

@@ -27,7 +27,7 @@ from headway.errors import ConfigError
 from headway.models.decoder import Decoder
 from headway.models.hf import makes_causal_loss
 from headway.precision import fp8
-from headway.trainers.collation import ColumnChoice
+from headway.trainers.collation import ColumnChoice, fit_collator
 from headway.trainers.plan import RunPlan, sample_length
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class GuardedCollator:
         own_loss: bool = False,
     ) -> None:
         self.__wrapped__ = collate
+        self._collate = fit_collator(collate, model)
         self._choose = ColumnChoice(collate, model, option)
         self._vocabulary, self._positions = vocabulary_size(model), longest_sequence(model)
         # An encoder-decoder's labels are another text than its inputs.
@@ -96,7 +97,7 @@ class GuardedCollator:
         self._option = option
 
     def __call__(self, items: list[Any]) -> Any:
-        batch = self.__wrapped__(self._choose(items))
+        batch = self._collate(self._choose(items))
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if isinstance(ids, torch.Tensor) and ids.device.type == "cpu":
             problem = self._problem(ids.numpy(), batch.get("labels"))

@@ -177,3 +177,35 @@ def test_a_model_that_says_that_nothing_is_too_long_for_it(tmp_path):
     config = transformers.XLNetConfig(vocab_size=32, d_model=16, n_layer=1, n_head=2, d_inner=16)
     rows = [{"input_ids": [3] * 9, "labels": [4] * 9}] * 4
     assert train(tmp_path, transformers.XLNetLMHeadModel(config), rows).global_step == 2
+
+
+class Weighing(torch.nn.Module):
+    """Takes a number for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(32, 32)
+
+    def forward(self, input_ids, labels=None, weight=None):
+        return {"logits": self.table(input_ids) * weight[:, None, None]}
+
+
+class Taking(Weighing):
+    """Takes what there is."""
+
+    def forward(self, input_ids, **rest):
+        return super().forward(input_ids, weight=rest["weight"])
+
+
+def test_columns_that_nobody_takes_need_not_make_tensors(tmp_path):
+    rows = [{"input_ids": [3] * 4, "tags": [1] * n, "weight": 1.0} for n in (1, 2, 3, 1) * 4]
+    for n, row in enumerate(rows):
+        row["score"] = None if n % 3 else 0.5
+    for model in (llama(), Weighing()):
+        assert train(tmp_path, model, rows).global_step == 2
+    with pytest.raises(ConfigError, match="tags"):
+        train(tmp_path, Taking(), rows)
+    rows = [{**row, "weight": row["score"]} for row in rows]
+    with pytest.raises(ConfigError, match="'weight' must be numbers"):
+        train(tmp_path, Weighing(), rows)
+    assert train(tmp_path, llama(), rows).global_step == 2
