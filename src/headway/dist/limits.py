@@ -62,6 +62,6 @@ def limit_collectives(seconds: float | None) -> None:
 
     from headway.dist.group import host_group
 
-    _limit_s = _given_s if seconds is None else float(seconds)
+    _limit_s = _given_s if seconds is None else min(float(seconds), _LONGEST_S)
     limit_group(distributed.group.WORLD)
     limit_group(host_group())

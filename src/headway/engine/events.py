@@ -94,6 +94,7 @@ class TrainerCallback:
     `nonfinite_action`; of which steps, `sees_nonfinite` tells."""
 
     _bus: EventBus | None = None
+    _has_run = False
 
     @property
     def name(self) -> str:
@@ -103,6 +104,9 @@ class TrainerCallback:
     def sees_nonfinite(self, metrics: Mapping[str, float]) -> bool:
         """With `decides_nonfinite`: whether what it watches of a bad step shows that it was one."""
         return True
+
+    def _forget_run(self) -> None:
+        """Another run begins, before its checkpoint is loaded if it is resumed."""
 
     def block_ephemeral_checkpoints(self) -> None:
         """No ephemeral saves until `unblock_ephemeral_checkpoints`; on all ranks alike."""
@@ -230,12 +234,18 @@ class EventBus:
         return current[0] if current else None
 
     def restart(self) -> None:
-        """A run begins: nothing is asked for, nobody has stopped it, no callback has failed."""
+        """A run begins: nothing is asked for, nobody has stopped it, no callback has failed or
+        knows of the run before, which may have been another trainer's."""
         self.control, self.stopped_by = TrainerControl(), None
         self.ephemeral_blockers.clear()
         if self.disabled:
             self.disabled.clear()
             self._rebuild()
+        for callback in self.callbacks.values():
+            if isinstance(callback, TrainerCallback):
+                if callback._has_run:
+                    callback._forget_run()
+                callback._has_run = True
 
     def add(self, callback: Any, name: str | None = None) -> str:
         """Register a callback (instance, or class to instantiate); returns its unique name."""

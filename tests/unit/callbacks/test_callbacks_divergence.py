@@ -437,3 +437,22 @@ def test_a_checkpoint_that_was_the_best_goes_like_others_once_a_newer_one_is_goo
     ).train()  # fmt: skip
     assert guard.recovery.good == (14, "checkpoint-14")
     assert steps_on_disk(tmp_path) == [14, 16]
+
+
+def test_a_second_run_of_one_object_begins_anew(tmp_path: Path) -> None:
+    """Else its first losses are measured by the best of the run before, and steps left out that
+    went wrong there."""
+    detector = DivergenceDetector(action="rollback", threshold=1.0, **QUICK)
+    first = scripted(
+        tmp_path / "one", [*CALM, 9.0, 9.0, *CALM], detector,
+        save_strategy="steps", save_steps=2,
+    )  # fmt: skip
+    first.train()
+    assert detector.recovery.num_rollbacks == 1 and detector.recovery.skip_steps
+    second = scripted(tmp_path / "two", [8.0] * 12, detector, save_strategy="steps")
+    second.train()
+    assert second.state.global_step == 12 and second.state.outcome == "completed"
+    assert detector.recovery.num_rollbacks == 0 and not detector.recovery.skip_steps
+    again = scripted(tmp_path / "two", [8.0] * 14, detector, max_steps=14)
+    again.train(resume_from_checkpoint=True)
+    assert detector.rule.observation_count == 14  # what was stored is that run's own

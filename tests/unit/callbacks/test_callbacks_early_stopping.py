@@ -148,6 +148,7 @@ def test_a_second_run_of_one_object_begins_anew(tmp_path: Path) -> None:
     early = EarlyStoppingCallback(2)
     assert run(tmp_path / "one", [1.0, 1.0, 1.0], early).state.global_step == 3
     assert run(tmp_path / "two", [9.0, 8.0, 7.0, 6.0], early).state.global_step == 4
+    early = EarlyStoppingCallback(2)
     early.load_state_dict({"best": 5.0, "early_stopping_patience_counter": 1})
     assert run(tmp_path / "three", [9.0, 8.0], early).state.global_step == 1
 

@@ -117,6 +117,11 @@ class DivergenceDetector(TrainerCallback):
 
     # Around the steps
 
+    def _forget_run(self) -> None:
+        self.rule.load_state_dict({})
+        self._good_step = self._last_step = 0
+        self.recovery.forget()
+
     def on_train_begin(self, args: Any, state: TrainerState, trainer: Any) -> None:
         self._source = None
         self._told_nonfinite = False

@@ -63,11 +63,12 @@ class EarlyStoppingCallback(TrainerCallback):
         self.best: float | None = None
         self._watched: list[Any] | None = None
         """What the count and the best are of: a metric, and whether it goes up."""
-        self._loaded = False
-        """Whether these two were loaded for the run that comes."""
         self._came = False
         self._others: set[str] = set()
         """Metrics of steps that came while the watched one did not."""
+
+    def _forget_run(self) -> None:
+        self.early_stopping_patience_counter, self.best = 0, None
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, trainer: Any
@@ -78,9 +79,6 @@ class EarlyStoppingCallback(TrainerCallback):
         if self._watched not in (None, watched):  # what was counted is of another metric
             self.early_stopping_patience_counter, self.best = 0, None
         self._watched = watched
-        if state.global_step == 0 and not self._loaded:  # another run of this object was before
-            self.early_stopping_patience_counter, self.best = 0, None
-        self._loaded = False
         self._stay_stopped(state, control)
         if self._by_step:
             return
@@ -228,7 +226,6 @@ class EarlyStoppingCallback(TrainerCallback):
         best = state.get("best")
         self.best = None if best is None else float(best)
         self._watched = state.get("watched")
-        self._loaded = True
 
 
 def _choose(

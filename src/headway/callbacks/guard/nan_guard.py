@@ -78,14 +78,17 @@ class NaNGuardCallback(TrainerCallback):
             skip_batches=skip_batches,
             learning_rate_factor=learning_rate_factor,
         )
-        self.num_bad_steps = 0
-        self._consecutive = 0
-        self._last_good_step = 0
+        self.num_bad_steps = self._consecutive = self._last_good_step = 0
         self._last_sound_step = 0
         """The newest step at which the weights were looked at and finite."""
         self._done = False
 
     # Around the steps
+
+    def _forget_run(self) -> None:
+        self.num_bad_steps = self._consecutive = 0
+        self._last_good_step = self._last_sound_step = 0
+        self.recovery.forget()
 
     def on_train_begin(self, args: Any, state: TrainerState, trainer: Any) -> None:
         self._done = False

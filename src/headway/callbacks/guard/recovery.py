@@ -51,6 +51,10 @@ class Recovery:
         self._keeper = f"{owner} {id(self)}"
         self.max_rollbacks, self.skip_batches = max_rollbacks, skip_batches
         self.learning_rate_factor = learning_rate_factor
+        self.forget()
+
+    def forget(self) -> None:
+        """Of the run before, if there was one, nothing is left."""
         self.num_rollbacks = 0
         self.skip_steps: list[tuple[int, int]] = []
         """Steps to leave out, each range with its end exclusive."""

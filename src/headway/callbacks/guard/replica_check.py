@@ -81,6 +81,10 @@ class ReplicaCheckCallback(TrainerCallback):
         self._equal_step = 0
         self._process_groups: dict[str, Any] = {}
 
+    def _forget_run(self) -> None:
+        self.num_resyncs, self.differences, self._active = 0, [], None
+        self.recovery.forget()
+
     def on_train_begin(self, args: Any, state: TrainerState, trainer: Any) -> None:
         local = getattr(args, "post_local_sgd", None)
         if getattr(local, "enabled", False):
