@@ -10,6 +10,7 @@ which FSDP2 gathers weights, run outside of it, and names in the state dict stay
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import logging
 from collections.abc import Callable
@@ -195,8 +196,11 @@ def _compiled(
         fullgraph=options.full_graph,
     )
 
+    settings = contextvars.copy_context()
+
     @functools.wraps(plain)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal settings
         if only_with_grads and not torch.is_grad_enabled():
             return plain(self, *args, **kwargs)
         # A cache grows by a token per call and is another one for every layer: not worth a graph.
@@ -204,6 +208,13 @@ def _compiled(
             isinstance(value, KVCache) for value in args
         ):
             return plain(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return compiled(self, *args, **kwargs)
+        # The backward pass of a GPU has a thread of its own, and from torch 2.13 on the compiler's
+        # settings are those of a thread: what is recomputed there is compiled with the forward's.
+        if torch._C._current_graph_task_id() != -1:
+            return settings.copy().run(compiled, self, *args, **kwargs)
+        settings = contextvars.copy_context()
         return compiled(self, *args, **kwargs)
 
     return run

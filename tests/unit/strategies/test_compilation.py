@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from dataclasses import replace
 
 import pytest
@@ -126,6 +127,29 @@ def test_a_hook_inside_a_compiled_block_is_called(tmp_path, make, scope):
     inside.register_forward_hook(lambda module, given, made: made * 0)
     torch.testing.assert_close(without[0], run(model)[0])
     assert abs(without[0] - before[0]) > 1e-4
+
+
+@pytest.mark.parametrize("make", [lambda: tiny_decoder(num_layers=3), tiny_llama])
+def test_what_the_backward_pass_compiles_has_the_settings_of_the_run(tmp_path, make):
+    """On a GPU it has a thread of its own; one that is begun by another does so on a CPU too."""
+    model = make().train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    inputs = torch.arange(32).view(2, 16)
+    seen = []
+
+    def step():
+        loss = model(input_ids=inputs, labels=inputs).loss
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+
+    with torch_settings(TrainingArguments(output_dir=str(tmp_path), torch_compile=True)):
+        compile_module(model, CompileOptions(backend="eager"))
+        step()
+        inside = model.model.layers[1].mlp
+        inside.register_forward_hook(lambda *given: seen.append(torch.is_grad_enabled()))
+        step()
+    assert seen == [False, True]
 
 
 @pytest.mark.parametrize("frozen", ["embed_tokens", "layers.0.", "layers.1."])
