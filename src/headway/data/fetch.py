@@ -248,9 +248,9 @@ def keep(value: Any) -> Any:
 
 
 def pin(batch: Any) -> Any:
-    """Copy the tensors of a batch into page-locked memory."""
+    """Copy the tensors of a batch into page-locked memory, but those a collator put on a device."""
     if isinstance(batch, torch.Tensor):
-        return batch.pin_memory()
+        return batch.pin_memory() if batch.device.type == "cpu" else batch
     if isinstance(batch, dict):
         return {key: pin(value) for key, value in batch.items()}
     if isinstance(batch, MutableMapping):  # as collators of transformers give them

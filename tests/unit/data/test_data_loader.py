@@ -386,6 +386,18 @@ def test_moving_a_batch_does_not_hold_the_host_up(monkeypatch):
     assert asked == [{"non_blocking": True}] * 2
 
 
+def test_what_a_collator_put_on_a_device_is_not_pinned(monkeypatch):
+    def lock(tensor):
+        if tensor.device.type != "cpu":
+            raise RuntimeError("only dense CPU tensors can be pinned")
+        return tensor + 1
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lock)
+    batch = UserDict(there=torch.ones(2, device="meta"), here=torch.ones(2))
+    pinned = pin(batch)
+    assert pinned["there"] is batch["there"] and pinned["here"].tolist() == [2, 2]
+
+
 def test_a_mapping_that_takes_no_changes_is_pinned_as_a_dict(monkeypatch):
     class Locked(UserDict):
         def update(self, *given, **named):
