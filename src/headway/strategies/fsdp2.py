@@ -102,15 +102,14 @@ class FullyShardedStrategy(RankedStrategy):
 
     def _make_mesh(self) -> DeviceMesh:
         world_size, shard_size = self.context.world_size, self._shard_size
+        sizes = {"replicate": world_size // shard_size, "shard": shard_size}
         if shard_size == world_size:
-            return init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("shard",))
-        mesh = init_device_mesh(
-            self.device.type,
-            (world_size // shard_size, shard_size),
-            mesh_dim_names=("replicate", "shard"),
-        )
+            del sizes["replicate"]
+        kind, shape = self.device.type, tuple(sizes.values())
+        mesh = init_device_mesh(kind, shape, mesh_dim_names=tuple(sizes))
         for group in mesh.get_all_groups():
-            limit_group(group)
+            if group is not dist.group.WORLD:  # that has what it was given
+                limit_group(group)
         return mesh
 
     def _shard(self, model: nn.Module) -> None:
