@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 from transformers import (
@@ -130,6 +131,21 @@ def test_inherited_no_ops_are_not_dispatched(tmp_path):
     trainer = tiny_trainer(tmp_path, [OnlySave()])
     assert trainer.bus.listens("on_save")
     assert not trainer.bus.listens("on_step_end")
+
+
+def test_the_folder_of_a_save_is_found_by_the_step(tmp_path):
+    # The save is written in the background and announced at a later step.
+    found = []
+
+    class Finds(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            found.append((state.global_step, (folder / "checkpoint_manifest.json").is_file()))
+
+    trainer = tiny_trainer(tmp_path, [Finds()], save_strategy="steps", save_steps=2, max_steps=5)
+    trainer.train()
+    assert found == [(2, True), (4, True), (5, True)]
+    assert trainer.state.global_step == 5
 
 
 def test_arguments_offer_what_these_callbacks_read(tmp_path):

@@ -11,6 +11,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -142,6 +143,11 @@ def _is_foreign_base(cls: type) -> bool:
     return cls.__name__ == "TrainerCallback" and cls.__module__.startswith("transformers.")
 
 
+def _is_foreign(callback: object) -> bool:
+    """Whether a callback was written for Hugging Face's trainer."""
+    return any(_is_foreign_base(cls) for cls in type(callback).__mro__)
+
+
 def _own_methods(callback: object) -> dict[str, Any]:
     """The `on_*` callables that the callback's own classes (not the bases) define."""
     found: dict[str, Any] = {}
@@ -178,6 +184,9 @@ def _bind(callback: object, name: str, event: str) -> Handler:
             )
     ours = type(callback).__module__.split(".")[0] == "headway"
     copies_logs = event == "on_log" and not ours
+    # A save in the background is announced steps later; Hugging Face's callbacks find the folder
+    # by `state.global_step`.
+    goes_back = event == "on_save" and _is_foreign(callback)
     rest = [n for n in by_name if n not in lead] if positional else by_name
 
     def call(
@@ -185,6 +194,8 @@ def _bind(callback: object, name: str, event: str) -> Handler:
     ) -> Any:
         if copies_logs:  # Hugging Face's PrinterCallback pops from the dict
             kwargs = {**kwargs, "logs": dict(kwargs["logs"])}
+        if goes_back and state.global_step != kwargs["step"]:
+            state = replace(state, global_step=kwargs["step"])
         if positional:
             if takes_all:
                 return method(args, state, control, **kwargs)
