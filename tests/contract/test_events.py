@@ -415,3 +415,9 @@ def test_a_stop_before_the_first_step_trains_nothing(tmp_path, event):
 
 def _stop(self, control):
     control.should_training_stop = True
+
+
+@pytest.mark.parametrize("stray", ["EarlyStoppingCallback", print, object(), object])
+def test_what_would_never_be_called_is_refused(tmp_path, stray):
+    with pytest.raises(ConfigError, match=r"callbacks: .* no on_\* method .* allowed: .*TrainerC"):
+        tiny_trainer(tmp_path, [stray])

@@ -269,6 +269,11 @@ class EventBus:
                 f"callback {wanted!r}: {type(callback).__name__} says how to make a callback and "
                 "is none; give it to a trainer, or what its build(trainer) returns"
             )
+        if not (methods or isinstance(callback, TrainerCallback) or _is_foreign(callback)):
+            raise ConfigError(
+                f"callbacks: {callback!r} given, which has no on_* method and is never called; "
+                "allowed: instances or subclasses of TrainerCallback, objects with on_* methods"
+            )
         for method in methods:
             if method not in EVENTS:
                 raise ConfigError(f"callback {wanted!r}: " + unknown("event", method, EVENTS))
