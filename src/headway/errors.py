@@ -1,14 +1,16 @@
 """The errors Headway raises for a user's mistake, and the wording they share.
 
 Owns: `ConfigError`, several of them as one, which errors count as a user's mistake, did-you-mean
-hints, the message for an absent extra.
+hints, the messages for an absent path and an absent extra.
 Does not own: where in a file a mistake stands (config/), nor how it is printed (cli/).
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 
 class ConfigError(ValueError):
@@ -54,6 +56,21 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
     by_lower = {candidate.lower(): candidate for candidate in allowed}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[matches[0]] if matches else None
+
+
+def not_there(path: str | os.PathLike[str]) -> str:
+    """Say that a path does not exist, with the nearest name, or where it was looked for."""
+    place = Path(path)
+    try:
+        beside = os.listdir(place.absolute().parent)
+    except OSError:
+        beside = []
+    hint = nearest(place.name, beside)
+    if hint:
+        return f"{path} does not exist; did you mean {str(place.with_name(hint))!r}?"
+    if place.is_absolute():
+        return f"{path} does not exist"
+    return f"{path} does not exist; relative paths begin at the current folder, {Path.cwd()}"
 
 
 def unknown(kind: str, given: object, allowed: Iterable[str], *, most: int = 12) -> str:

@@ -467,6 +467,8 @@ def test_a_folder_that_is_not_there_is_named_with_its_option(
     assert "files: no does not exist" in capsys.readouterr().err
     assert main(["eval", "out", "--data", "no"]) == 2
     assert "--data: no does not exist" in capsys.readouterr().err
+    assert main(["generate", "outt", "--prompt", "a"]) == 2
+    assert "DIR: outt does not exist; did you mean 'out'?" in capsys.readouterr().err
     assert main(["generate", "s3://bucket/run", "--prompt", "a"]) == 2
     assert "DIR: s3://bucket/run is an address; fetch" in capsys.readouterr().err
 

@@ -32,9 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what the run will be."""
     from headway.cli.messages import print_json
-    from headway.config.load import load_run
+    from headway.config.load import load_run, telling_where
 
-    facts = examine(load_run(options.config, options.overrides))
+    run_config = load_run(options.config, options.overrides)
+    with telling_where(options.config, options.overrides):
+        facts = examine(run_config)
     if options.json:
         print_json(facts)
     else:

@@ -86,7 +86,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         load_folder_tokenizer,
         load_model,
     )
-    from headway.errors import ConfigError
+    from headway.errors import ConfigError, not_there
 
     if not options.data and not options.tasks:
         raise ConfigError("--data or --tasks is needed: what is the model to be measured on?")
@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer = _tokenizer_for(options, folder, load_folder_tokenizer)
     missing = [path for path in options.data if not Path(path).exists()]
     if missing:
-        raise ConfigError([f"--data: {path} does not exist" for path in missing])
+        raise ConfigError([f"--data: {not_there(path)}" for path in missing])
     model = load_model(folder)
     if tokenizer is not None:
         check_vocabulary(model, tokenizer, folder)

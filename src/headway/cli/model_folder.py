@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, not_there
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,7 +29,7 @@ def find_model_folder(given: str) -> Path:
         )
     path = Path(given)
     if not path.exists():
-        raise ConfigError(f"DIR: {given} does not exist")
+        raise ConfigError(f"DIR: {not_there(given)}")
     if not path.is_dir():
         raise ConfigError(f"DIR: {given} is a file; a model, checkpoint or run folder is needed")
     if (path / "config.json").is_file():

@@ -75,6 +75,7 @@ def _run(
     options: argparse.Namespace, run_config: RunConfig, wake_collector: Callable[[], None]
 ) -> int:
     from headway.cli.messages import print_json
+    from headway.config.load import telling_where
     from headway.engine.signals import ignore_save_requests
     from headway.engine.start_times import StartTimes
 
@@ -88,7 +89,8 @@ def _run(
         import_compiler(run_config.args)
         wake_collector()
         start_times.reach("imports")
-        trainer = build_trainer(run_config)
+        with telling_where(options.config, options.overrides):
+            trainer = build_trainer(run_config)
         start_times.reach("data")
         trainer.start_times = start_times
         if options.quiet:

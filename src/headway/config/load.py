@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,25 @@ def locate_key(path: str | Path, overrides: Sequence[str], key: str) -> str | No
     root = _Files().read(Path(path), [])
     _apply_overrides(root, overrides)
     return root.locate(key)
+
+
+_PARTS = re.compile(r"(?:callbacks|data|model|tokenizer)(?:\.\w+)*(?=: )")
+
+
+@contextmanager
+def telling_where(path: str | Path, overrides: Sequence[str]) -> Iterator[None]:
+    """Put file and line before what a part of the run is found to be wrong with when it is made."""
+    try:
+        yield
+    except ConfigError as error:
+        told = []
+        for problem in error.problems:
+            part = _PARTS.match(problem)
+            where = part and locate_key(path, overrides, part.group())
+            told.append(f"{where}: {problem}" if where else problem)
+        if told == error.problems:
+            raise
+        raise type(error)(told) from error
 
 
 def _tell(root: Node, problem: Problem) -> str:

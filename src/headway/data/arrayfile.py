@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, not_there
 
 ALIGNMENT_BYTES = 64
 MAGIC_BYTES = 8
@@ -89,7 +89,7 @@ class MappedFile:
                 self._check_prefix_size()
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
-            raise ConfigError(f"{kind} {self.path} does not exist") from None
+            raise ConfigError(f"{kind} {not_there(self.path)}") from None
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConfigError(f"{kind} {self.path} cannot be read: {reason}") from error

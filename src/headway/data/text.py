@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from headway.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from headway.data.tokens import MAGIC, TokenFile, TokenFileWriter
-from headway.errors import ConfigError, unknown
+from headway.errors import ConfigError, not_there, unknown
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class DocumentReader:
             raise ConfigError(f"{self.option}: no file or folder was given")
         missing = [str(path) for path in self.inputs if not Path(path).exists()]
         if missing:
-            raise ConfigError([f"{self.option}: {path} does not exist" for path in missing])
+            raise ConfigError([f"{self.option}: {not_there(path)}" for path in missing])
 
     def __iter__(self) -> Iterator[Document]:
         for path in self._files():
