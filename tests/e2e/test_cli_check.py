@@ -285,3 +285,25 @@ def test_evaluators_of_a_run_file_are_built(here: Path, capsys: pytest.CaptureFi
     Path("own.hwt").unlink()
     assert main(["check", write(here, callbacks=evaluators())]) == 2
     assert "own.hwt" in capsys.readouterr().err
+
+
+def test_of_data_smaller_than_a_batch_a_step_takes_all(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write(here)
+    told = []
+    for batch in (8, 800):
+        words = [run, "--json", f"--args.per_device_train_batch_size={batch}"]
+        assert main(["check", *words]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert told[0] == told[1] and told[1]["samples_per_step"] == 8
+    assert told[1]["tokens"] == 2 * 8 * 16
+
+
+def test_data_that_do_not_fit_the_model_are_told_once(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {**GOOD["model"], "max_seq_len": 8}
+    assert main(["check", write(here, model=model)]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "data.train: " in told and "at most 8" in told

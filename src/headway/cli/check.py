@@ -89,6 +89,9 @@ def examine(run_config: RunConfig) -> dict[str, Any]:
         )
     batch = args.per_device_train_batch_size * accumulation
     length = sample_length(train)
+    # Of data smaller than a batch, a step takes all.
+    if loader.num_samples is not None:
+        batch = min(batch, loader.num_samples)
     steps, tokens_per_step = plan.expected_steps, None if length is None else batch * length
     weights, state = _weight_bytes(model), _optimizer_bytes(optimizer)
     return {
@@ -104,8 +107,8 @@ def examine(run_config: RunConfig) -> dict[str, Any]:
         "accumulation": accumulation,
         "sequence_length": length,
         "tokens_per_step": tokens_per_step,
-        "tokens": None if steps is None or tokens_per_step is None else steps * tokens_per_step,
-        "memory": _memory(run_config, model, weights, state, length, accumulation, train),
+        "tokens": plan.expected_tokens,
+        "memory": _memory(run_config, model, weights, state, length, accumulation, train, batch),
         "checkpoint_bytes": None if state is None else weights + state,
         "optimizer": type(optimizer).__name__,
         "output_dir": args.output_dir,
@@ -147,10 +150,13 @@ def _find_problems(
             held_out_loader = WindowLoader(held_out, batch_size=size, collate_fn=collator)
             check_data_fits(model, held_out_loader, "data.eval", tokenizer)
 
+    def check_train_data() -> None:
+        check_data_fits(model, loader, "data.train", tokenizer)
+        tried.append(_try_forward(model, batch))  # which would fail of data that do not fit, too
+
     check_all(
-        lambda: check_data_fits(model, loader, "data.train", tokenizer),
+        check_train_data,
         check_eval_data,
-        lambda: tried.append(_try_forward(model, batch)),
         lambda: check_fp8_tokens(args, loader, collator, plan, device),
         # After the forward pass, which changed layers do not make without values.
         lambda: rehearse(args, model, build_model_init(run_config), device),
@@ -234,6 +240,7 @@ def _memory(
     length: int | None,
     accumulation: int,
     dataset: Any,
+    step_samples: int,
 ) -> dict[str, Any]:
     from headway.models import Decoder, estimate_training_memory
     from headway.strategies.compilation import CompileOptions
@@ -255,7 +262,7 @@ def _memory(
     parameters = sum(p.numel() for p in model.parameters())
     estimate = estimate_training_memory(
         config,
-        batch_size=args.per_device_train_batch_size,
+        batch_size=min(args.per_device_train_batch_size, step_samples),
         seq_len=length,
         dtype_bytes=next(model.parameters()).element_size(),
         optimizer_bytes_per_param=state / parameters,

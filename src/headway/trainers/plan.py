@@ -145,7 +145,7 @@ def plan_run(
     if train_for is not None and train_for.unit == "tokens":
         tokens = int(train_for.value)
         if step_tokens is not None:
-            expected = math.ceil(tokens / step_tokens)
+            expected = _count_steps(loader, tokens, steps_per_epoch, step_tokens)
     elif expected is not None and step_tokens is not None:
         tokens = _count_tokens(loader, expected, steps_per_epoch, step_tokens)
     return RunPlan(
@@ -178,7 +178,22 @@ def _step_tokens(args: TrainingArguments, loader: WindowLoader, world_size: int)
     if length is None:
         return None
     rows = args.per_device_train_batch_size * loader.deal.accumulation * world_size
+    if loader.num_samples:
+        rows = min(rows, loader.deal.usable(loader.num_samples))
     return max(1, round(rows * length))
+
+
+def _count_steps(
+    loader: WindowLoader, num_tokens: int, steps_per_epoch: int, step_tokens: int
+) -> int:
+    """Steps in which so many tokens are read; the last step of an epoch may be a smaller one."""
+    if loader.num_samples is None:
+        return math.ceil(num_tokens / step_tokens)
+    length = mean_tokens(loader.dataset)
+    assert length is not None, "a step has a known number of tokens only then"
+    epoch_tokens = max(1, round(loader.deal.usable(loader.num_samples) * length))
+    epochs, rest = divmod(num_tokens, epoch_tokens)
+    return epochs * steps_per_epoch + min(steps_per_epoch, math.ceil(rest / step_tokens))
 
 
 def _count_tokens(
