@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import socket
 from pathlib import Path
 
 from headway.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 LOCK_NAME = "run/lock"
 
@@ -26,6 +29,8 @@ class FolderLock:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
         self._file: int | None = None
+        self._place: tuple[int, int] | None = None
+        """Which folder the lock was taken in."""
 
     def check(self) -> None:
         """Refuse a folder in which somebody trains; no file is made for it."""
@@ -52,10 +57,27 @@ class FolderLock:
         except OSError:  # no locks on this file system
             os.close(file)
             return
-        self._file = file
+        self._file, self._place = file, _identity(self._folder)
         with contextlib.suppress(OSError):  # a full disk; the lock holds without a name
             os.ftruncate(file, 0)
             os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def renew(self) -> None:
+        """Take the folder anew where it was moved or deleted since: what comes goes to another."""
+        if self._file is None:
+            return
+        held = os.fstat(self._file)
+        if _identity(self._folder / LOCK_NAME) == (held.st_dev, held.st_ino):
+            return
+        before = self._place
+        self.release()
+        self.take()
+        if self._place != before:
+            logger.warning(
+                "output_dir: %s was moved or deleted while the run went on; what is written from "
+                "now on is in a new folder of that name, without the earlier checkpoints and logs",
+                self._folder,
+            )
 
     def release(self) -> None:
         """The file stays: another run may wait to open it."""
@@ -63,3 +85,12 @@ class FolderLock:
         if file is not None:
             with contextlib.suppress(OSError):
                 os.close(file)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file or folder from another that comes under its name."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -285,6 +285,8 @@ class Saver:
         """
         self.write_held()
         self._await_earlier()
+        if self._trainer._ranks().leads:
+            self._folder_lock.renew()
         started_s = time.monotonic()
         self.background.start(self._stage(metrics, lifetime))
         self._record_duration(

@@ -121,6 +121,17 @@ class JsonLogWriter:
         self.kept_aside = None
         self._seek(global_step)
 
+    def reopen_if_gone(self) -> bool:
+        """Begin a new file where the one so far was moved or deleted, or go on in one put there."""
+        if not self.is_open or self.path is None:
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            there, ours = os.stat(self.path), os.fstat(self._file)
+            if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
+                return False
+        self.open(self.path.parent, max(1, self._last_step))
+        return self._place.offset == 0
+
     def write_record(
         self, global_step: int, epoch: float, data: Mapping[str, Any], type: str = "train"
     ) -> None:

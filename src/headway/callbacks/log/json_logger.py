@@ -45,6 +45,8 @@ class JsonLogger(TrainerCallback):
         self._active = False
         self._logged: tuple[int, dict[str, Any]] = (-1, {})
         self._failed, self._num_lost = False, 0
+        self._head: tuple[int, float, dict[str, Any], str] | None = None
+        """The record that began the file, for one that takes its place."""
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._start_step = state.global_step
@@ -134,6 +136,8 @@ class JsonLogger(TrainerCallback):
         if kind != "rollback":
             facts["kwargs"] = self.kwargs
         facts = {key: value for key, value in facts.items() if value not in (None, {})}
+        if kind != "rollback":
+            self._head = (self._start_step, state.epoch, facts, kind)
         self._write(self._start_step, state, facts, kind)
 
     def _write(self, step: int, state: TrainerState, data: dict[str, Any], kind: str) -> None:
@@ -141,6 +145,12 @@ class JsonLogger(TrainerCallback):
             self._num_lost += self._failed
             return
         try:
+            if self.writer.reopen_if_gone():
+                logger.warning(
+                    "JsonLogger: %s was moved or deleted; a new one begins", self.writer.path
+                )
+                if self._head is not None:
+                    self.writer.write_record(*self._head)
             self.writer.write_record(step, state.epoch, data, type=kind)
         except OSError as error:
             self._num_lost += 1
