@@ -62,6 +62,18 @@ def find_problems(component: Component, slot: str, path: str) -> list[Problem]:
     return problems
 
 
+def names_taken(component: Component, slot: str) -> list[str]:
+    """The arguments that a component takes by name; none where its class cannot be found."""
+    dotted = resolve_name(component.class_path, slot)
+    if dotted in NEEDS_TORCH:
+        return list(NEEDS_TORCH[dotted])
+    try:
+        target = load_target(BUILT_FROM.get(dotted, dotted), slot)
+    except ConfigError:
+        return []
+    return list(_Signature(target, ()).names)
+
+
 def instantiate(component: Component, slot: str, **given: Any) -> Any:
     """Build what a component names. `given` is passed on where the target takes it."""
     dotted = resolve_name(component.class_path, slot)

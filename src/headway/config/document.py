@@ -17,6 +17,7 @@ import yaml
 from headway.errors import ConfigError
 
 MOST_NODES = 100_000
+_SHOWN_CHARACTERS = 60
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -104,7 +105,9 @@ def read_file(path: Path, shown: str | None = None) -> Node:
     if root.value is None:
         raise ConfigError(f"{name}: the file is empty; it needs at least the key 'model'")
     if not isinstance(root.value, dict):
-        kind = "a list" if isinstance(root.value, list) else repr(root.value)
+        shown = repr(root.value)
+        shown = shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}..."
+        kind = "a list" if isinstance(root.value, list) else shown
         raise ConfigError(f"{root.where}: the file must hold a mapping of keys, found {kind}")
     return root
 

@@ -56,6 +56,7 @@ def locate_key(path: str | Path, overrides: Sequence[str], key: str) -> str | No
     return root.locate(key)
 
 
+_UNKNOWN = re.compile(r"unknown (argument|option|key) '(\w+)'\. Allowed: ")
 _PARTS = re.compile(r"(?:callbacks|data|model|tokenizer)(?:\.\w+)*(?=: )")
 
 
@@ -207,6 +208,7 @@ class _Reader:
         groups = self.read_groups()
         callbacks = self.read_callbacks()
         if self.problems or model is None or args is None:
+            self.point_elsewhere(trainer)
             return None
         return RunConfig(
             model=model,
@@ -219,6 +221,33 @@ class _Reader:
             callbacks=callbacks,
             **values,
         )
+
+    def point_elsewhere(self, trainer: str) -> None:
+        """Say of an unknown name which other section has it, where none here is near."""
+        sections = {"args": list(field_types(ARGUMENT_CLASSES[trainer]))}
+        for number, problem in enumerate(self.problems):
+            found = _UNKNOWN.match(problem.message)
+            if found is None:
+                continue
+            if len(sections) == 1:
+                sections |= self.name_arguments()
+            word, name = found.groups()
+            place = next((key for key, names in sections.items() if name in names), None)
+            if place is not None:
+                message = f"unknown {word} {name!r}; did you mean '{place}.{name}'?"
+                self.problems[number] = Problem(problem.options, message)
+
+    def name_arguments(self) -> dict[str, list[str]]:
+        """What the classes of model and data take, under the keys where it is given."""
+        found = {}
+        for key, slot in (("model", "model"), ("data.train", "data"), ("data.eval", "data")):
+            node = self.root.find(f"{key}.class_path") or self.root.find(key)
+            given = None if node is None else node.plain()
+            if key == "model" and isinstance(given, dict):
+                found[key] = components.names_taken(Component(DEFAULT_MODEL, {}), slot)
+            elif isinstance(given, str):
+                found[f"{key}.init_args"] = components.names_taken(Component(given, {}), slot)
+        return found
 
     def read_plain(self, key: str, annotation: Any) -> Any:
         node = self.root.value[key]

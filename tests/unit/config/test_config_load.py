@@ -231,6 +231,23 @@ def test_overrides_refused(write, override, expected):
     assert len(problems) == 1 and re.match(expected, problems[0]), problems
 
 
+@pytest.mark.parametrize(
+    ("option", "place"),
+    [
+        ("model.learning_rate", "args.learning_rate"),
+        ("args.sequence_length", "data.train.init_args.sequence_length"),
+        ("sequence_length", "data.train.init_args.sequence_length"),
+        ("data.train.init_args.num_layers", "model.num_layers"),
+        ("data.train.sequence_length", "data.train.init_args.sequence_length"),
+    ],
+)
+def test_an_option_in_the_wrong_section_is_told_its_place(write, option, place):
+    data = "data: {train: {class_path: TextDataset, init_args: {files: texts}}}\n"
+    (problem,) = problems_of(write(MODEL + data), [f"--{option}=8"])
+    assert problem.startswith(f"command line: {option}: unknown ")
+    assert problem.endswith(f"; did you mean '{place}'?")
+
+
 def test_all_mistakes_at_once(write):
     path = write("modle: 1\nargs:\n  sed: 1\n  max_steps: 0\ntrainer: x\n")
     assert len(problems_of(path, ["args.seed=x"])) == 6
@@ -296,3 +313,8 @@ def test_what_follows_from_a_refused_value_is_not_told_as_a_mistake():
 
     found = _try_callback(make, {"debug": True, "validate": "x"}, "at")
     assert [problem.options for problem in found] == [("at.validate",)]
+
+
+def test_a_file_that_is_no_mapping_is_not_shown_in_full(write):
+    (problem,) = problems_of(write("1 2 3 " * 500))
+    assert "must hold a mapping of keys, found '1 2 3" in problem and len(problem) < 300
