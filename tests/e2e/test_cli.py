@@ -456,6 +456,8 @@ def test_a_seed_that_no_generator_takes_and_data_without_text_are_told(
 ) -> None:
     assert main(["generate", "out", "--prompt", "a", "--max-new-tokens=1", f"--seed={2**64}"]) == 2
     assert f"--seed: must lie in [-2^63, 2^64 - 1], got {2**64}" in capsys.readouterr().err
+    assert main(["eval", "out", "--data", "held-out.txt", "--max-batches=1"]) == 0
+    assert "seed" not in capsys.readouterr().err  # nothing of an evaluation is drawn
     (here / "nothing.txt").write_text("")
     assert main(["eval", "out", "--data", "nothing.txt"]) == 2
     assert "--data: there is no text in nothing.txt" in capsys.readouterr().err

@@ -128,6 +128,7 @@ def _measure_data(
             per_device_eval_batch_size=options.batch_size,
             max_eval_steps=options.max_batches,
             device=options.device,
+            seed=0,  # one that is drawn would be told
         ),
         model=model,
         eval_dataset=dataset,
@@ -158,7 +159,7 @@ def _measure_tasks(
     from headway.trainers.trainer import Trainer
 
     trainer = Trainer(
-        args=TrainingArguments(device=options.device),
+        args=TrainingArguments(device=options.device, seed=0),
         model=model,
         processing_class=tokenizer,
         callbacks={"tasks": DownstreamEvaluatorCallbackConfig(options.tasks)},

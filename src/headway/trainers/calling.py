@@ -51,13 +51,16 @@ _UPLOAD = "nothing is uploaded here, push the folder that save_model() writes"
 _LOGGED = "log records are in trainer_logs.jsonl and state.log_history"
 _HF_ATTRIBUTES = {
     **_HF_METHODS,
+    "accelerator": "use strategy or env; AccelTrainer takes an accelerator of your own",
     "callback_handler": "use callbacks",
     "create_model_card": _UPLOAD,
+    "floating_point_ops": "use state.total_flos",
     "hyperparameter_search": "make a trainer for each trial, with an output_dir of its own",
     "is_local_process_zero": "use state.is_local_process_zero",
     "is_world_process_zero": "use state.is_world_process_zero",
     "log_metrics": _LOGGED,
     "model_wrapped": "use model, or strategy",
+    "num_examples": "use len(train_dataset)",
     "push_to_hub": _UPLOAD,
     "save_metrics": _LOGGED,
     "save_state": "every checkpoint has the state",

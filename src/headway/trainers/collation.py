@@ -58,8 +58,23 @@ class ColumnChoice:
         self._model_name, self._option = type(model).__name__, option
         self._told = False
 
+    def _refuse_bare(self, sample: Any) -> None:
+        """Texts and lists of token ids, which are no samples of a model that takes input_ids."""
+        is_text = isinstance(sample, str)
+        if is_text or (isinstance(sample, list) and sample and isinstance(sample[0], int)):
+            raise ConfigError(
+                f"{self._option}: a sample is {'a text' if is_text else 'a list of numbers'}, but "
+                f"{self._model_name} takes input_ids; allowed: mappings such as "
+                "{'input_ids': [1, 2, 3]}"
+                + (", which TextDataset(texts, tokenizer=...) makes" if is_text else "")
+            )
+
     def __call__(self, items: list[Any]) -> list[Any]:
-        if not self._looks or not items or not isinstance(items[0], Mapping):
+        if not self._looks or not items:
+            return items
+        if not isinstance(items[0], Mapping):
+            if not self._drops:  # some of transformers' take lists of ids
+                self._refuse_bare(items[0])
             return items
         names = [str(name) for name in items[0]]
         if not self._taken.intersection(names):

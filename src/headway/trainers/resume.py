@@ -23,7 +23,7 @@ from headway.checkpoint.discovery import find_latest_checkpoint
 from headway.checkpoint.errors import DamagedError
 from headway.checkpoint.jsonfile import read_json_object
 from headway.checkpoint.storage import is_url, split_location
-from headway.config.differences import differences
+from headway.config.differences import ABSENT, differences
 from headway.config.rules_values import LOADABLE
 from headway.config.snapshot import versions, write_json
 from headway.errors import ConfigError
@@ -234,6 +234,11 @@ class Difference:
     winner: str
     note: str = ""
 
+    @property
+    def is_of_one(self) -> bool:
+        """Whether only one of the two runs has the option."""
+        return ABSENT in (self.saved, self.current)
+
 
 def compare_configs(
     saved: Mapping[str, Any],
@@ -352,7 +357,10 @@ class ResumeReport:
             )
         for line in (*self.regrouped, *(setting.tell() for setting in self.overruled)):
             logger.warning("%s", line)
+        other_trainer = any(item.key == "trainer" for item in self.differences)
         for item in self.differences:
+            if other_trainer and item.is_of_one and item.key.startswith("args."):
+                continue  # an option that one of the two trainers does not have
             level = logging.WARNING if item.winner == CHECKPOINT else logging.INFO
             note = f" ({item.note})" if item.note else ""
             logger.log(

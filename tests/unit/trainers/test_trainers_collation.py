@@ -209,3 +209,27 @@ def test_columns_that_nobody_takes_need_not_make_tensors(tmp_path):
     with pytest.raises(ConfigError, match="'weight' must be numbers"):
         train(tmp_path, Weighing(), rows)
     assert train(tmp_path, llama(), rows).global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("sample", "says"),
+    [
+        (
+            "to be or not",
+            r"a sample is a text, but Llama.* takes input_ids; allowed: .*TextDataset",
+        ),
+        ([1, 2, 3], r"a sample is a list of numbers, but Llama.* takes input_ids; allowed: mapp"),
+    ],
+)
+def test_samples_that_are_no_mappings_are_told_as_such(tmp_path, sample, says):
+    with pytest.raises(ConfigError, match=f"train_dataset: {says}"):
+        train(tmp_path, llama(), [sample] * 4)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["accelerator", "floating_point_ops", "num_examples"])
+def test_attributes_of_hugging_faces_trainer_are_told_what_takes_their_place(tmp_path, name):
+    args = TrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
+    trainer = Trainer(model=llama(), args=args)
+    with pytest.raises(AttributeError, match=rf"'{name}' \(Hugging Face's\): use "):
+        getattr(trainer, name)

@@ -18,7 +18,7 @@ from headway.data.tokenizer import ByteTokenizer
 from headway.errors import ConfigError
 from headway.testing import tiny_dataset, tiny_decoder, tiny_trainer
 from headway.trainers.fingerprints import fingerprint_tokenizer
-from headway.trainers.resume import compare_configs
+from headway.trainers.resume import ResumeReport, compare_configs
 
 
 def make(folder, steps, *, model=tiny_decoder, data=None, tokenizer=None, groups=None, **arguments):
@@ -530,6 +530,20 @@ def test_a_difference_inside_a_list_is_named_by_its_place():
         ("optimizer_groups.0.lr", 1.0, 2.0),
         ("optimizer_groups.1.pattern", "b", "absent"),
     ]
+
+
+def test_options_that_only_one_of_two_trainers_has_are_not_told(caplog):
+    saved = {"trainer": "ddp", "args": {"max_steps": 4, "ddp": {"init_sync": True}}}
+    now = {"trainer": "single", "args": {"max_steps": 6, "new": 1}}
+    report = ResumeReport(
+        "checkpoint-2", 2, 1, ["model"], [], "", [], compare_configs(saved, now, ["model"]), {}, {}
+    )
+    with caplog.at_level("INFO"):
+        report.log()
+    told = [record.getMessage() for record in caplog.records[1:]]
+    assert len(told) == 2 and told[0].startswith("args.max_steps was 4 and is now 6")
+    assert told[1].startswith("trainer was 'ddp' and is now 'single'")
+    assert len(report.differences) == 4, "the file of the resume has them all"
 
 
 def test_a_run_that_is_complete_is_not_evaluated_again(tmp_path):
