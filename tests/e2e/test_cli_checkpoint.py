@@ -227,7 +227,9 @@ def test_prune_follows_the_rule_and_needs_a_yes(run, capsys):
     ask(capsys, *words, "--yes")
     assert [c.path.name for c in committed(run)] == ["checkpoint-2", "checkpoint-3"]
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-2", "checkpoint-3"]
-    assert headway(capsys, "prune", run, "--keep", "0", code=2)
+    assert "--keep: 0 given; allowed: 1 or more" in headway(
+        capsys, "prune", run, "--keep", "0", code=2
+    )
     assert headway(capsys, "prune", run, code=2)
 
 

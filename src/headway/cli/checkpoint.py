@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, not_there
 
 _LOOKS = {
     "ls": "the checkpoints of a run directory, oldest first",
@@ -149,7 +149,7 @@ def require_folder(given: str) -> None:
     if "://" in given:
         return
     if not path.exists():
-        raise ConfigError(f"{given} does not exist")
+        raise ConfigError(not_there(given))
     if not path.is_dir():
         raise ConfigError(f"{given} is a file; a directory is needed")
 

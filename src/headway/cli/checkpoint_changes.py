@@ -27,6 +27,11 @@ def run_prune(options: argparse.Namespace) -> int:
     from headway.checkpoint.storage import open_storage
 
     require_folder(options.path)
+    for option, least in (("keep", 1), ("keep_best", 0), ("keep_every", 1)):
+        value = getattr(options, option)
+        if value is not None and value < least:
+            name = f"--{option.replace('_', '-')}"
+            raise ConfigError(f"{name}: {value} given; allowed: {least} or more")
     storage = open_storage(options.path)
     storage.refresh()
     found = committed(storage.root)

@@ -59,6 +59,13 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        told = unknown("value" if action.option_strings else "command", value, action.choices)
+        name = f"{action.option_strings[0]}: " if action.option_strings else ""
+        self.error(f"{name}{told}")
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see: {self.prog} --help)")
 

@@ -25,7 +25,7 @@ CONTROL = "--callbacks.control.init_args"
     ("words", "told"),
     [
         (["job"], "required: {status,tail,save,stop"),
-        (["job", "bogus"], "invalid choice: 'bogus' (choose from"),
+        (["job", "bogus"], "error: unknown command 'bogus'. Allowed: abort, "),
         (["job", "pause"], "JOB is missing, and no job is running"),
         (["job", "pause", "nosuch"], "there is no job 'nosuch'"),
         (["job", "set-lr", "nosuch"], "neither given of RATE and --scale; allowed: one of them"),

@@ -196,7 +196,7 @@ def ask(job: Steered, body: bytes) -> tuple[int, dict]:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("job sav one", "invalid choice: 'sav'"),
+        ("job sav one", "error: unknown command 'sav'; did you mean 'save'? Allowed: abort, "),
         ("job", "required: {status,tail,save"),
         ("job set-lr", "headway job set-lr: neither given of RATE and --scale; allowed: one of"),
         ("job set-lr one", "headway job set-lr: neither given of RATE and --scale; allowed: one"),
