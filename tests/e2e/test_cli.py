@@ -319,6 +319,9 @@ def test_a_damaged_checkpoint_is_told_without_a_traceback(
     assert main([*words[:-1], *resume]) == 1
     err = capsys.readouterr().err
     assert "Traceback" not in err and shard.name in err and "error: " in err
+    assert main(["generate", "hurt", "--prompt", "a"]) == 1
+    err = capsys.readouterr().err
+    assert shard.name in err and "which are whole: headway checkpoint verify " in err
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)

@@ -7,6 +7,7 @@ commit (manager.py), when to look for the outcome (the training loop).
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -17,6 +18,8 @@ from headway.checkpoint.manager import CheckpointManager
 from headway.checkpoint.staged import PendingSave
 
 logger = logging.getLogger(__name__)
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,11 @@ class BackgroundSaver:
         self.finished = False
         if error is not None:
             error.add_note(f"while saving the checkpoint of step {step}")
+            if isinstance(error, OSError) and error.errno in _FULL:
+                error.add_note(
+                    "the disk, or your share of it, is full; earlier checkpoints are whole. Make "
+                    "room ('headway checkpoint prune' deletes old ones), then start the run again"
+                )
             raise error
         assert path is not None
         return Saved(path, step, self._duration_s)

@@ -7,6 +7,7 @@ configuration knows. Does not own: model folders (models/hf), checkpoints (check
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,8 @@ def _check_whole(folder: Path) -> None:
     ]
     problems = verify(folder, names=names, num_threads=4)
     if problems:
+        advice = f"headway checkpoint verify {shlex.quote(str(folder.parent))}"
+        problems.append(f"another one can be given; which are whole: {advice}")
         raise CheckpointError("\n".join(problems))
 
 

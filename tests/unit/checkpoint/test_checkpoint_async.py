@@ -61,6 +61,7 @@ def test_a_failed_write_is_raised_and_the_previous_checkpoint_is_untouched(tmp_p
     with pytest.raises(OSError, match="No space left") as raised:
         saver.collect()
     assert "while saving the checkpoint of step 2" in raised.value.__notes__
+    assert "headway checkpoint prune" in raised.value.__notes__[1]
     assert "step 2 failed" in saver.status
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
     assert verify(tmp_path / "checkpoint-1") == []
