@@ -66,13 +66,14 @@ class FolderLock:
         """Take the folder anew where it was moved or deleted since: what comes goes to another."""
         if self._file is None:
             return
-        held = os.fstat(self._file)
-        if _identity(self._folder / LOCK_NAME) == (held.st_dev, held.st_ino):
+        held, found = os.fstat(self._file), _identity(self._folder / LOCK_NAME)
+        if found == (held.st_dev, held.st_ino):
             return
         before = self._place
         self.release()
         self.take()
-        if self._place != before:
+        # Some network file systems give a file another number now and then.
+        if found is None and self._place != before:
             logger.warning(
                 "output_dir: %s was moved or deleted while the run went on; what is written from "
                 "now on is in a new folder of that name, without the earlier checkpoints and logs",
