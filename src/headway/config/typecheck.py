@@ -13,6 +13,7 @@ import inspect
 import math
 import numbers
 import os
+import re
 import sys
 import types
 import typing
@@ -32,6 +33,7 @@ class Problem:
     message: str
 
 
+_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 _FIELD_TYPES: dict[type, dict[str, Any]] = {}
 
 
@@ -198,6 +200,8 @@ def _type_hint(value: Any, annotation: Any) -> str:
     if bool in members(annotation) and value in ("yes", "no", "on", "off", "true", "false"):
         return "; write true or false"
     if isinstance(value, str) and {int, float} & set(members(annotation)):
+        if float in members(annotation) and _DECIMAL_COMMA.fullmatch(value):
+            return f"; write it with a point: {value.replace(',', '.')}"
         try:
             number = float(value)
         except ValueError:

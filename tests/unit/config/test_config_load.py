@@ -62,6 +62,7 @@ def test_a_whole_run(write):
         ("args: {max_stepz: 1}\n", "run.yaml:2: args.max_stepz: unknown option .*'max_steps'"),
         ("args:\n  seed: x\n", "run.yaml:3: args.seed: must be int, got 'x'"),
         ("args:\n  warmup_steps: '5'\n", "run.yaml:3: .*write the number without quotes"),
+        ("args:\n  learning_rate: 0,003\n", "run.yaml:3: .*write it with a point: 0.003"),
         ("args:\n  use_cpu: yes\n", "run.yaml:3: args.use_cpu: must be bool.*true or false"),
         ("args:\n  adam_beta1: 2\n", "run.yaml:3: args.adam_beta1: must lie in"),
         ("args:\n  report_to: [wadb]\n", "run.yaml:3: args.report_to: .*did you mean 'wandb'"),
