@@ -1,20 +1,19 @@
 """Events and the callbacks that listen to them.
 
-Owns the list of events, the callback base class, registration (names, order, binding) and
-dispatch, with what follows when a handler raises. Does not own when an event fires (loop,
-evaluate, trainer) nor what flags lead to.
+Owns the list of events, the callback base class, registration (names, order) and dispatch, with
+what follows when a handler raises. Does not own how a handler is called (binding), when an event
+fires (loop, evaluate, trainer) nor what flags lead to.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from headway.engine.binding import Handler, bind, is_foreign, is_foreign_base
 from headway.engine.blame import name_culprit
 from headway.engine.callback_config import CallbackConfig
 from headway.engine.closing import ClosingTime
@@ -66,12 +65,9 @@ COMMON_ARGUMENTS = (
     "eval_dataloader",
     "trainer",
 )
-_SUBJECTS = ("args", "state", "control")
 FAILURE_POLICIES = ("raise", "disable")
 # Before the first step a mistake in an observer's options is worth stopping for.
 _EVENTS_OF_SETUP = ("on_init_end", "on_train_begin", "on_start_settled")
-
-Handler = Callable[[Any, TrainerState, TrainerControl, dict[str, Any]], Any]
 
 
 class TrainerCallback:
@@ -138,74 +134,16 @@ class TrainerCallback:
         return self._bus, found
 
 
-def _is_foreign_base(cls: type) -> bool:
-    """Hugging Face's base class, whose no-op methods must not be dispatched."""
-    return cls.__name__ == "TrainerCallback" and cls.__module__.startswith("transformers.")
-
-
-def _is_foreign(callback: object) -> bool:
-    """Whether a callback was written for Hugging Face's trainer."""
-    return any(_is_foreign_base(cls) for cls in type(callback).__mro__)
-
-
 def _own_methods(callback: object) -> dict[str, Any]:
     """The `on_*` callables that the callback's own classes (not the bases) define."""
     found: dict[str, Any] = {}
     for cls in type(callback).__mro__:
-        if cls in (object, TrainerCallback) or _is_foreign_base(cls):
+        if cls in (object, TrainerCallback) or is_foreign_base(cls):
             continue
         for key, value in vars(cls).items():
             if key.startswith("on_") and callable(value):
                 found.setdefault(key, value)
     return found
-
-
-def _bind(callback: object, name: str, event: str) -> Handler:
-    """Make one call that hands a handler what its signature asks for."""
-    method = getattr(callback, event)
-    parameters = list(inspect.signature(method).parameters.values())
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    available = {*_SUBJECTS, *COMMON_ARGUMENTS, *EVENTS[event]}
-    by_name = [p.name for p in parameters if p.name in available]
-    lead = [p.name for p in plain[:3]]
-    positional = (
-        lead == list(_SUBJECTS)
-        or any(p.kind is p.VAR_POSITIONAL for p in parameters)
-        or (len(plain) >= 3 and not available.intersection(lead))
-    )
-    # Hugging Face's bar asks for `eval_dataloader=None`: a name with a default may be absent.
-    used = set(lead) | available if positional else available
-    for p in plain + [p for p in parameters if p.kind is p.KEYWORD_ONLY]:
-        if p.default is p.empty and p.name not in used:
-            raise ConfigError(
-                f"callback {name!r}: {event} asks for {p.name!r}, which this event does not "
-                f"bring. Allowed: {', '.join(sorted(available))}"
-            )
-    ours = type(callback).__module__.split(".")[0] == "headway"
-    copies_logs = event == "on_log" and not ours
-    # A save in the background is announced steps later; Hugging Face's callbacks find the folder
-    # by `state.global_step`.
-    goes_back = event == "on_save" and _is_foreign(callback)
-    rest = [n for n in by_name if n not in lead] if positional else by_name
-
-    def call(
-        args: Any, state: TrainerState, control: TrainerControl, kwargs: dict[str, Any]
-    ) -> Any:
-        if copies_logs:  # Hugging Face's PrinterCallback pops from the dict
-            kwargs = {**kwargs, "logs": dict(kwargs["logs"])}
-        if goes_back and state.global_step != kwargs["step"]:
-            state = replace(state, global_step=kwargs["step"])
-        if positional:
-            if takes_all:
-                return method(args, state, control, **kwargs)
-            return method(args, state, control, **{n: kwargs[n] for n in rest if n in kwargs})
-        everything = {"args": args, "state": state, "control": control, **kwargs}
-        if takes_all:
-            return method(**everything)
-        return method(**{n: everything[n] for n in rest if n in everything})
-
-    return call
 
 
 class EventBus:
@@ -269,7 +207,7 @@ class EventBus:
                 f"callback {wanted!r}: {type(callback).__name__} says how to make a callback and "
                 "is none; give it to a trainer, or what its build(trainer) returns"
             )
-        if not (methods or isinstance(callback, TrainerCallback) or _is_foreign(callback)):
+        if not (methods or isinstance(callback, TrainerCallback) or is_foreign(callback)):
             raise ConfigError(
                 f"callbacks: {callback!r} given, which has no on_* method and is never called; "
                 "allowed: instances or subclasses of TrainerCallback, objects with on_* methods"
@@ -332,7 +270,7 @@ class EventBus:
     def _rebuild(self) -> None:
         for event, handlers in self._handlers.items():
             handlers[:] = [
-                (name, _bind(callback, name, event))
+                (name, bind(callback, name, event, {*COMMON_ARGUMENTS, *EVENTS[event]}))
                 for name, callback in self._callbacks
                 if event in _own_methods(callback)
                 and (name not in self.disabled or event == "on_close")

@@ -149,7 +149,7 @@ def find_older(
     found = find_checkpoint(manager, args, True)
     if found is None:
         raise error
-    if seed is not None and read_saved_seed(found.path) not in (None, seed):
+    if seed is not None and read_counters(found.path).seed not in (None, seed):
         way_out = f"the newest whole one, {found.told}, was saved with another seed"
         raise CheckpointError("\n".join([*error.problems, _advice(way_out)])) from error
     return found
@@ -189,25 +189,29 @@ def require_parts(path: Path, needed: Collection[str]) -> None:
         )
 
 
-def read_saved_seed(path: Path) -> int | None:
-    """The seed of the run that wrote a checkpoint."""
-    seed = read_json_object(path / "trainer_state.json").get("seed")
-    return seed if isinstance(seed, int) else None
+@dataclass(frozen=True)
+class SavedCounters:
+    """What a run that goes on must know before anything is loaded, as far as it was told."""
+
+    seed: int | None = None
+    lengths: tuple[int, int] | None = None
+    """The planned and the commanded length, where the run was made longer while it ran."""
+    progress: Progress | None = None
+    """Where the run stood."""
 
 
-def read_saved_lengths(path: Path) -> tuple[int, int] | None:
-    """The planned and the commanded length of the run that wrote a checkpoint, if they differ."""
-    found = read_json_object(path / "trainer_state.json").get("lengths")
-    if not isinstance(found, list) or [type(one) for one in found] != [int, int]:
-        return None
-    return found[0], found[1]
-
-
-def read_saved_progress(path: Path) -> Progress | None:
-    """Where the run that wrote a checkpoint stood, if it tells."""
+def read_counters(path: Path) -> SavedCounters:
+    """Those of the run that wrote a checkpoint."""
     saved = read_json_object(path / "trainer_state.json")
-    found: list[Any] = [saved.get(one.name) for one in dataclasses.fields(Progress)]
-    return Progress(*found) if all(type(one) is int for one in found) else None
+    seed: Any = saved.get("seed")
+    lengths: Any = saved.get("lengths")
+    is_pair = isinstance(lengths, list) and [type(one) for one in lengths] == [int, int]
+    stood: list[Any] = [saved.get(one.name) for one in dataclasses.fields(Progress)]
+    return SavedCounters(
+        seed=seed if isinstance(seed, int) else None,
+        lengths=(lengths[0], lengths[1]) if is_pair else None,
+        progress=Progress(*stood) if all(type(one) is int for one in stood) else None,
+    )
 
 
 def check_progress(saved: Mapping[str, Any], path: Path) -> None:

@@ -46,16 +46,14 @@ from headway.trainers.callback_tensors import part_of, tensor_components
 from headway.trainers.fingerprints import take_fingerprints
 from headway.trainers.folder_lock import FolderLock
 from headway.trainers.outside_weights import check_source, take_weights
-from headway.trainers.plan import Progress
 from headway.trainers.preflight import check_output_dir
 from headway.trainers.resume import (
     Found,
+    SavedCounters,
     check_progress,
     find_checkpoint,
     kept_components,
-    read_saved_lengths,
-    read_saved_progress,
-    read_saved_seed,
+    read_counters,
     require_parts,
     wanted_components,
 )
@@ -121,6 +119,8 @@ class Saver:
         )
         self.background = BackgroundSaver(self.manager, asynchronous=self._asynchronous)
         self._folder_lock = FolderLock(args.output_dir)
+        self.saved = SavedCounters()
+        """Of the checkpoint that was found, unless they are left behind."""
         self.last_read: Path | None = None
         """The checkpoint that was loaded, or was to be; at an address, its files on this disk."""
         self.best_refused: CheckpointError | None = None
@@ -143,6 +143,8 @@ class Saver:
             self._trainer._start_over()
         else:
             logger.info("resuming from %s", found.told)
+        if found is not None and "trainer" in wanted_components(self._trainer.args):
+            self.saved = read_counters(found.path)
         return found
 
     def close(self) -> None:
@@ -165,24 +167,6 @@ class Saver:
         folder = set_aside(self.manager.output_dir)
         if folder is not None:
             logger.warning("the checkpoints of an earlier run are now in %s", folder)
-
-    def saved_seed(self, found: Found | None) -> int | None:
-        """The seed to go on with: that of the checkpoint, unless its counters are left behind."""
-        if found is None or "trainer" not in wanted_components(self._trainer.args):
-            return None
-        return read_saved_seed(found.path)
-
-    def saved_lengths(self, found: Found | None) -> tuple[int, int] | None:
-        """The planned and the commanded length, where the run was made longer while it ran."""
-        if found is None or "trainer" not in wanted_components(self._trainer.args):
-            return None
-        return read_saved_lengths(found.path)
-
-    def saved_progress(self, found: Found | None) -> Progress | None:
-        """Where the run stood, unless its counters are left behind."""
-        if found is None or "trainer" not in wanted_components(self._trainer.args):
-            return None
-        return read_saved_progress(found.path)
 
     def attach(self, loader: WindowLoader) -> None:
         """Tell the saver whose position to keep."""

@@ -358,7 +358,7 @@ class Trainer(
         self._require_same(snapshot["config"])
         saver = self._saver = Saver(self, snapshot["config"])
         found = saver.find(resume)
-        self._choose_seed(saver.saved_seed(found))
+        self._choose_seed(saver.saved.seed)
         self._prepare_model(resumes=found is not None and "model" in wanted_components(self.args))
         assert self.strategy is not None and self.model is not None
         self._seed_rank()  # an evaluation may have built the model
@@ -368,7 +368,7 @@ class Trainer(
         if self.eval_dataset is not None:
             self._eval_loader = self._loader(self.eval_dataset, "eval_dataset")
         shares, ranks = self.strategy.data_shard().world_size, self._ranks()
-        checkpointed, done = saver.checkpointer is not None, saver.saved_progress(found)
+        checkpointed, done = saver.checkpointer is not None, saver.saved.progress
         settings: dict[str, Any] = {"checkpointed": checkpointed, "done": done}
         plan = plan_run(self.args, loader, shares, lambda n: max(ranks.exchange(n)), **settings)
         check_fp8_tokens(self.args, loader, self.data_collator, plan, self.strategy.device)
@@ -376,7 +376,7 @@ class Trainer(
         plan.describe(self.state, self.args)
         self.bus.kwargs.update(train_dataloader=loader, eval_dataloader=self._eval_loader)
         saver.attach(loader)
-        lengths = self._go_on_as_commanded(plan, saver.saved_lengths(found))
+        lengths = self._go_on_as_commanded(plan, saver.saved.lengths)
         if found is not None:
             saver.resume(found)
         self.state.lengths = lengths
