@@ -107,8 +107,12 @@ def test_a_second_run_goes_on_and_no_resume_does_not(
     assert main([*words, "--args.max_steps=4"]) == 0
     captured = capsys.readouterr()
     assert "resuming from" in captured.err and "start_step: 2" in captured.err
+    log = here / "again" / "trainer_logs.jsonl"
+    before = log.read_text()
+    assert '"summary"' in before.splitlines()[-1]
     assert main([*words, "--args.max_steps=4"]) == 0
     assert "nothing left to do" in capsys.readouterr().out
+    assert log.read_text() == before, "the log of a complete run keeps its summary"
     assert main([*words, "--no-resume"]) == 2
     assert "overwrite_output_dir" in capsys.readouterr().err
     checkpoint = str(here / "again" / "checkpoint-2")

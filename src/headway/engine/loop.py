@@ -267,9 +267,6 @@ class TrainingLoop:
             if wanted & _COMMAND:
                 self._done = bool(asked & _DONE)
             wanted |= asked
-        if wanted & _LOG:
-            self._log()
-            wanted |= p.strategy.agree(self._take_flags())  # what handlers of the log asked for
         return self._act(wanted)
 
     def _wait_paused(self) -> bool:
@@ -314,9 +311,6 @@ class TrainingLoop:
         p.bus.fire("on_step_settled")
         wanted = self._take_flags() | self._outside_bits() | self._length_bits(time.monotonic())
         wanted = p.strategy.agree(wanted)
-        if wanted & _LOG:
-            self._log()
-            wanted |= p.strategy.agree(self._take_flags())
         return self._act(wanted) if wanted else False
 
     def _take_flags(self) -> int:
@@ -343,12 +337,23 @@ class TrainingLoop:
         """Whether a save made now is of the end of a complete run, and stays."""
         return self.parts.checkpointed and self._done
 
+    @property
+    def _lacks_evaluation(self) -> bool:
+        """Whether the end of the run is still to be evaluated."""
+        evaluated = self._evaluated_step == self.parts.state.global_step
+        return self._evaluates and not (evaluated or self.cut_short)
+
     def _act(self, wanted: int) -> bool:
-        """Evaluate, save, roll back or stop; returns whether the run was rolled back."""
+        """Log, evaluate, save, roll back or stop; returns whether the run was rolled back."""
         p, given_up = self.parts, _ABORT | _ROLLBACK
+        # The checkpoint of the end has the last record and evaluation in it.
+        if wanted & _LOG or (wanted & ANY_SAVE and self._done and p.log_trigger.active):
+            self._log()
+            wanted |= p.strategy.agree(self._take_flags())  # what handlers of the log asked for
         if wanted & ANY_SAVE and self._keeps_end:
             wanted |= PERMANENT_SAVE
         due = wanted & _EVALUATE or (wanted & LASTING_SAVE and p.args.eval_on_save)
+        due = due or (wanted & ANY_SAVE and self._done and self._lacks_evaluation)
         if due and not wanted & given_up:
             wanted |= self._evaluate()
             wanted |= p.strategy.agree(self._take_flags())
@@ -364,7 +369,7 @@ class TrainingLoop:
         return False
 
     def _act_at_epoch_end(self) -> None:
-        p, control = self.parts, self.parts.bus.control
+        p = self.parts
         wanted = self._take_flags() & ~_END_EPOCH
         if p.log_trigger.due_at_epoch_end(p.state):
             wanted |= _LOG
@@ -372,13 +377,8 @@ class TrainingLoop:
             wanted |= _EVALUATE
         if p.save_trigger.due_at_epoch_end(p.state):
             wanted |= REGULAR_SAVE
-        wanted = p.strategy.agree(wanted)
-        if wanted & _LOG:
-            self._log()
-            wanted |= p.strategy.agree(self._take_flags())
-        if wanted:
-            self._act(wanted)
-        control.should_epoch_stop = False
+        self._act(p.strategy.agree(wanted))
+        p.bus.control.should_epoch_stop = False
 
     def _log(self) -> None:
         self.delivery.flush()
@@ -471,7 +471,7 @@ class TrainingLoop:
         self.delivery.flush()
         if self._gives_up_end():
             return not self.aborted
-        if self._evaluates and self._evaluated_step != p.state.global_step and not self.cut_short:
+        if self._lacks_evaluation:
             self._note_stops(self._evaluate())
             if self._gives_up_end():
                 return not self.aborted

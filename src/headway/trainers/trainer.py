@@ -487,13 +487,10 @@ class Trainer(
             saver.load_best()
         if self.bus.stopped_by is not None:
             logger.info("stopped by %s in %s (%s)", *self.bus.stopped_by)
-        loss = loop.delivery.mean_loss
-        summary = start.summary(
-            self.state,
-            loss=loss,
-            num_samples=loop.stepper.num_samples,
-            batch_size=self.bus.kwargs["train_dataloader"].deal.window_samples,
-        )
-        self.log(dict(summary))
+        loss, samples = loop.delivery.mean_loss, loop.stepper.num_samples
+        batch_size = self.bus.kwargs["train_dataloader"].deal.window_samples
+        summary = start.summary(self.state, loss=loss, num_samples=samples, batch_size=batch_size)
+        if not start.leaves_log_alone(self.state):
+            self.log(dict(summary))
         loop.parts.strategy.agree(0)  # none goes before all have come: the rest is each rank's own
         return TrainOutput(self.state.global_step, loss, summary, loop.interrupted_by)

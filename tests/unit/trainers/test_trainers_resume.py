@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headway import Trainer, TrainingArguments
+from headway.callbacks import JsonLogger
 from headway.checkpoint import CheckpointError, read_manifest, verify
 from headway.checkpoint.digest import digest_bytes
 from headway.checkpoint.manifest import write_manifest
@@ -581,3 +582,25 @@ def test_a_complete_run_is_evaluated_again_for_a_metric_that_it_did_not_have(tmp
     again.compute_metrics = lambda found: {"score": 0.5}
     again.train()
     assert read_manifest(tmp_path / "out" / "checkpoint-2").metric == 0.5
+
+
+@pytest.mark.parametrize("evaluating", [{"eval_strategy": "steps", "eval_steps": 3}, {}])
+@pytest.mark.parametrize("saving", [
+    {"save_strategy": "steps", "save_steps": 2, "max_steps": 4},
+    {"save_strategy": "epoch", "num_train_epochs": 1},
+    {"save_strategy": "steps", "save_steps": 3, "max_steps": 4},
+])  # fmt: skip
+def test_the_checkpoint_of_the_end_has_its_last_records(tmp_path, saving, evaluating):
+    trainer = tiny_trainer(tmp_path, [JsonLogger()], logging_steps=3, **saving, **evaluating)
+    trainer.train()
+    log = tmp_path / "out" / "trainer_logs.jsonl"
+    before = log.read_text()
+    last = json.loads(before.splitlines()[-1])
+    assert last["type"] == "summary" and last["train_loss"] > 1
+    history = trainer.state.log_history[:-1]
+    (end,) = (tmp_path / "out").glob(f"checkpoint-{trainer.state.global_step}")
+    assert json.loads((end / "trainer_state.json").read_text())["log_history"] == history
+    again = tiny_trainer(tmp_path, [JsonLogger()], logging_steps=3, **saving, **evaluating)
+    again.train()
+    assert again.state.log_history == history
+    assert log.read_text() == before
