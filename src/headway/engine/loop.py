@@ -68,7 +68,7 @@ class TrainingLoop:
         self._last_step = LastStep(parts.loader, parts.bus, active=parts.args.save_on_error)
         self.stepper = Stepper(parts, self._last_step)
         self._settles = False
-        self._evaluates = parts.eval_trigger.active
+        self._logs, self._evaluates = parts.log_trigger.active, parts.eval_trigger.active
         self.saves_at_end = parts.save_trigger.active or parts.checkpointed
         """Whether the end of the run is saved, also where it comes early."""
 
@@ -346,20 +346,20 @@ class TrainingLoop:
     def _act(self, wanted: int) -> bool:
         """Log, evaluate, save, roll back or stop; returns whether the run was rolled back."""
         p, given_up = self.parts, _ABORT | _ROLLBACK
-        # The checkpoint of the end has the last record and evaluation in it.
-        if wanted & _LOG or (wanted & ANY_SAVE and self._done and p.log_trigger.active):
+        # The checkpoint of the end has the last record and evaluation, whose handlers may ask for it.
+        if wanted & _LOG or (self._done and wanted & (ANY_SAVE | _EVALUATE) and self._logs):
             self._log()
             wanted |= p.strategy.agree(self._take_flags())  # what handlers of the log asked for
-        if wanted & ANY_SAVE and self._keeps_end:
-            wanted |= PERMANENT_SAVE
-        due = wanted & _EVALUATE or (wanted & LASTING_SAVE and p.args.eval_on_save)
-        due = due or (wanted & ANY_SAVE and self._done and self._lacks_evaluation)
+        lasting = ANY_SAVE if self._keeps_end else LASTING_SAVE
+        due = wanted & _EVALUATE or (wanted & lasting and p.args.eval_on_save)
+        if self._done and wanted & ANY_SAVE and not wanted & (_INTERRUPT | _CANCEL):
+            due = due or self._lacks_evaluation
         if due and not wanted & given_up:
             wanted |= self._evaluate()
             wanted |= p.strategy.agree(self._take_flags())
         # An evaluation may have found that this state is not worth keeping.
         if wanted & ANY_SAVE and not wanted & given_up:
-            self._save(strongest(wanted))
+            self._save(strongest(wanted | PERMANENT_SAVE * self._keeps_end))
             wanted |= p.strategy.agree(self._take_flags())
         p.bus.control.should_epoch_stop = bool(wanted & _END_EPOCH)
         if wanted & _ROLLBACK and not wanted & _ABORT:
@@ -373,8 +373,8 @@ class TrainingLoop:
         wanted = self._take_flags() & ~_END_EPOCH
         if p.log_trigger.due_at_epoch_end(p.state):
             wanted |= _LOG
-        if p.eval_trigger.due_at_epoch_end(p.state):
-            wanted |= _EVALUATE
+        if p.eval_trigger.due_at_epoch_end(p.state) and self._lacks_evaluation:
+            wanted |= _EVALUATE  # unless it was evaluated for a save of the last step
         if p.save_trigger.due_at_epoch_end(p.state):
             wanted |= REGULAR_SAVE
         self._act(p.strategy.agree(wanted))
@@ -466,7 +466,7 @@ class TrainingLoop:
         Returns whether the run was rolled back, so that it is not over.
         """
         p = self.parts
-        if p.log_trigger.active:
+        if self._logs:
             self._log()
         self.delivery.flush()
         if self._gives_up_end():

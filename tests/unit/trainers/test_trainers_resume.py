@@ -2,11 +2,13 @@
 
 import json
 import logging
+import os
+import signal
 
 import pytest
 import torch
 
-from headway import Trainer, TrainingArguments
+from headway import Trainer, TrainerCallback, TrainingArguments
 from headway.callbacks import JsonLogger
 from headway.checkpoint import CheckpointError, read_manifest, verify
 from headway.checkpoint.digest import digest_bytes
@@ -584,11 +586,14 @@ def test_a_complete_run_is_evaluated_again_for_a_metric_that_it_did_not_have(tmp
     assert read_manifest(tmp_path / "out" / "checkpoint-2").metric == 0.5
 
 
-@pytest.mark.parametrize("evaluating", [{"eval_strategy": "steps", "eval_steps": 3}, {}])
+@pytest.mark.parametrize("evaluating", [
+    {"eval_strategy": "steps", "eval_steps": 3}, {"eval_strategy": "epoch"}, {},
+])  # fmt: skip
 @pytest.mark.parametrize("saving", [
     {"save_strategy": "steps", "save_steps": 2, "max_steps": 4},
     {"save_strategy": "epoch", "num_train_epochs": 1},
     {"save_strategy": "steps", "save_steps": 3, "max_steps": 4},
+    {"save_strategy": "steps", "save_steps": 4, "num_train_epochs": 1},
 ])  # fmt: skip
 def test_the_checkpoint_of_the_end_has_its_last_records(tmp_path, saving, evaluating):
     trainer = tiny_trainer(tmp_path, [JsonLogger()], logging_steps=3, **saving, **evaluating)
@@ -598,9 +603,37 @@ def test_the_checkpoint_of_the_end_has_its_last_records(tmp_path, saving, evalua
     last = json.loads(before.splitlines()[-1])
     assert last["type"] == "summary" and last["train_loss"] > 1
     history = trainer.state.log_history[:-1]
+    evaluated = [one["step"] for one in history if "eval_loss" in one]
+    assert len(evaluated) == len(set(evaluated)), "each step once"
     (end,) = (tmp_path / "out").glob(f"checkpoint-{trainer.state.global_step}")
     assert json.loads((end / "trainer_state.json").read_text())["log_history"] == history
     again = tiny_trainer(tmp_path, [JsonLogger()], logging_steps=3, **saving, **evaluating)
     again.train()
     assert again.state.log_history == history
     assert log.read_text() == before
+
+
+class _SavesWhatItEvaluates(TrainerCallback):
+    def on_evaluate(self, control):
+        control.should_save = True
+
+
+def test_a_save_that_the_last_evaluation_asks_for_has_the_last_records_too(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 3, "max_steps": 4}
+    trainer = tiny_trainer(tmp_path, [_SavesWhatItEvaluates()], save_strategy="no", **settings)
+    trainer.train()
+    stored = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())
+    assert stored["log_history"] == trainer.state.log_history[:-1]
+
+
+def test_a_run_that_is_interrupted_in_its_last_step_only_saves(tmp_path, caplog):
+    class Interrupts(TrainerCallback):
+        def on_step_end(self, state):
+            if state.global_step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    settings = {"eval_strategy": "steps", "eval_steps": 3, "save_steps": 2, "max_steps": 4}
+    trainer = tiny_trainer(tmp_path, [Interrupts()], save_strategy="steps", **settings)
+    trainer.train()
+    assert (tmp_path / "out" / "checkpoint-4").is_dir()
+    assert "ended early" not in caplog.text
