@@ -346,7 +346,7 @@ class TrainingLoop:
     def _act(self, wanted: int) -> bool:
         """Log, evaluate, save, roll back or stop; returns whether the run was rolled back."""
         p, given_up = self.parts, _ABORT | _ROLLBACK
-        # The checkpoint of the end has the last record and evaluation, whose handlers may ask for it.
+        # The checkpoint of the end has the last record and evaluation; that may have asked for it.
         if wanted & _LOG or (self._done and wanted & (ANY_SAVE | _EVALUATE) and self._logs):
             self._log()
             wanted |= p.strategy.agree(self._take_flags())  # what handlers of the log asked for

@@ -55,6 +55,8 @@ class TrainerState:
     best_metric: float | None = None
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
+    chosen_checkpoint: str | None = None
+    """What `set_best_checkpoint` named last, which retention leaves alone."""
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
     is_hyper_param_search: bool = False

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from headway.checkpoint import CheckpointError, CheckpointManager, DamagedError, read_manifest
 from headway.checkpoint.best import lookup_metric
-from headway.checkpoint.storage import split_location
 from headway.engine.state import TrainerState
 from headway.trainers.resume import ResumeReport
 
@@ -53,11 +52,11 @@ def rank_anew(
 
 
 def keep_chosen(state: TrainerState, manager: CheckpointManager) -> None:
-    """Retention leaves the best checkpoint alone that somebody chose, and no evaluation did."""
-    chosen = state.best_model_checkpoint
-    if chosen is None or split_location(chosen)[1] == f"checkpoint-{state.best_global_step}":
+    """Retention leaves the checkpoint alone that `set_best_checkpoint` named, also if a later
+    evaluation was better."""
+    if state.chosen_checkpoint is None:
         return
-    path = manager.storage.path_of(chosen).absolute()
+    path = manager.storage.path_of(state.chosen_checkpoint).absolute()
     if path.parent == manager.output_dir:
         manager.pinned.add(path.name, "best")
 

@@ -24,6 +24,7 @@ from headway.checkpoint.storage import is_url, split_location
 from headway.errors import ConfigError
 from headway.models.hf import generation_config_of, hf_config_of, save_pretrained
 from headway.trainers.adapters import has_adapters, is_whole, save_adapters
+from headway.trainers.best_model import keep_chosen
 from headway.trainers.resume import kept_components
 from headway.trainers.weights_saving import begin_to_save
 
@@ -193,11 +194,10 @@ class Checkpointing:
         manager = self._manager()
         path = manager.storage.path_of(best_checkpoint)
         read_manifest(path)
-        if self.state.best_model_checkpoint is not None:
-            manager.pinned.discard(split_location(self.state.best_model_checkpoint)[1], "best")
-        self.state.best_model_checkpoint = str(best_checkpoint)
-        if path.absolute().parent == manager.output_dir:
-            manager.pinned.add(path.name, "best")
+        if self.state.chosen_checkpoint is not None:
+            manager.pinned.discard(split_location(self.state.chosen_checkpoint)[1], "best")
+        self.state.best_model_checkpoint = self.state.chosen_checkpoint = str(best_checkpoint)
+        keep_chosen(self.state, manager)
 
     def keep_checkpoint(self, path: str, owner: str = "") -> None:
         """Retention leaves a checkpoint of `output_dir` alone until every `owner` who keeps it has

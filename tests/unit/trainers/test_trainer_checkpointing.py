@@ -1,5 +1,6 @@
 """Saving and loading a trainer on request, from callbacks and from outside."""
 
+import json
 import os
 import shutil
 import threading
@@ -160,6 +161,45 @@ def test_the_best_checkpoint_is_kept_by_the_run_that_goes_on_too(tmp_path):
         "checkpoint-4",
     }
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+
+
+@pytest.mark.parametrize("chosen", [None, 2])
+def test_what_evaluations_found_is_kept_by_a_resumed_run_only_if_it_was_chosen(tmp_path, chosen):
+    """Step 2 is the best that was saved, and 3, where nothing is, better."""
+
+    def mark(trainer):
+        if chosen:
+            trainer.set_best_checkpoint(str(tmp_path / "out" / f"checkpoint-{chosen}"))
+
+    scores = iter([1.0, 2.0, 3.0, 1.0])
+    settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2,
+                "save_async": False, "eval_strategy": "steps", "eval_steps": 1,
+                "metric_for_best_model": "score", "greater_is_better": True}  # fmt: skip
+    first = tiny_trainer(tmp_path, [At(3, mark)], max_steps=4, **settings)
+    first.compute_metrics = lambda found: {"score": next(scores)}
+    first.train()
+    state = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["best_global_step"] == 3 and state["best_model_checkpoint"].endswith("-2")
+    second = tiny_trainer(tmp_path, max_steps=8, **settings)
+    second.compute_metrics = lambda found: {"score": 0.0}
+    second.train(resume_from_checkpoint=True)
+    there = {path.name for path in (tmp_path / "out").glob("checkpoint-*")}
+    assert there == {"checkpoint-6", "checkpoint-8"} | ({"checkpoint-2"} if chosen else set())
+
+
+def test_a_chosen_checkpoint_that_is_also_the_best_stays_when_a_better_one_comes(tmp_path):
+    def mark(trainer):
+        trainer.set_best_checkpoint(str(tmp_path / "out" / "checkpoint-1"))
+
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1,
+                "save_async": False, "eval_strategy": "steps", "eval_steps": 1,
+                "metric_for_best_model": "score", "greater_is_better": True}  # fmt: skip
+    for steps in (2, 4, 6):
+        trainer = tiny_trainer(tmp_path, [At(2, mark)], max_steps=steps, **settings)
+        trainer.compute_metrics = lambda found, t=trainer: {"score": abs(t.state.global_step - 1.9)}
+        trainer.train(resume_from_checkpoint=True)
+        there = {path.name for path in (tmp_path / "out").glob("checkpoint-*")}
+        assert there == {"checkpoint-1", f"checkpoint-{steps}"}
 
 
 def test_the_first_save_finds_its_memory_allocated(tmp_path):
