@@ -66,8 +66,8 @@ class FolderLock:
         """Take the folder anew where it was moved or deleted since: what comes goes to another."""
         if self._file is None:
             return
-        held, found = os.fstat(self._file), _identity(self._folder / LOCK_NAME)
-        if found == (held.st_dev, held.st_ino):
+        found = _identity(self._folder / LOCK_NAME)
+        if found is not None and found == _identity(self._file):
             return
         before = self._place
         self.release()
@@ -88,10 +88,10 @@ class FolderLock:
                 os.close(file)
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _identity(path: Path | int) -> tuple[int, int] | None:
     """What tells a file or folder from another that comes under its name."""
     try:
         found = os.stat(path)
-    except OSError:
+    except OSError:  # also of an open file: a network file system's, deleted by another machine
         return None
     return found.st_dev, found.st_ino

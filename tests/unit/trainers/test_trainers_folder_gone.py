@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import os
 import shutil
 import subprocess
@@ -12,8 +14,10 @@ import pytest
 
 from headway import TrainerCallback
 from headway.callbacks import JsonLogger
+from headway.callbacks.log.json_lines import JsonLogWriter
 from headway.callbacks.log.json_reader import read_json_log
 from headway.testing import tiny_trainer
+from headway.trainers.folder_lock import LOCK_NAME, FolderLock
 
 LOOK = """
 import sys
@@ -79,3 +83,102 @@ def test_a_log_that_is_put_back_goes_on(tmp_path: Path) -> None:
     tiny_trainer(tmp_path, [Copy(), JsonLogger()], max_steps=5).train()
     records = read_json_log(tmp_path / "out/trainer_logs.jsonl")
     assert [r["global_step"] for r in records] == [0, 1, 2, 3, 4, 5, 5]
+
+
+def begin(folder: Path, form: str = "lines") -> JsonLogWriter:
+    writer = JsonLogWriter("log.json", form)
+    writer.open(folder)
+    writer.write_record(0, 0.0, {}, "start")
+    writer.write_record(5, 0.0, {})
+    return writer
+
+
+def steps_in(path: Path) -> list[int]:
+    return [record["global_step"] for record in read_json_log(path)]
+
+
+@pytest.mark.parametrize("form", ["lines", "array"])
+def test_the_log_of_another_run_in_the_new_folder_is_left_alone(tmp_path: Path, form: str) -> None:
+    writer = begin(tmp_path / "out", form)
+    os.rename(tmp_path / "out", tmp_path / "moved")
+    command = (
+        "from headway.callbacks.log.json_lines import JsonLogWriter\n"
+        f"writer = JsonLogWriter('log.json', {form!r})\n"
+        f"writer.open({str(tmp_path / 'out')!r})\n"
+        "for step in (0, 90):\n    writer.write_record(step, 0.0, {})"
+    )
+    subprocess.run([sys.executable, "-c", command], check=True, timeout=60)
+    assert not writer.reopen_if_gone()
+    writer.write_record(6, 0.0, {})
+    assert steps_in(tmp_path / "out" / "log.json") == [0, 90]
+    assert steps_in(tmp_path / "moved" / "log.json") == [0, 5, 6]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["log.json"]
+
+
+def test_a_log_whose_folder_is_gone_for_a_while_goes_on_when_it_is_back(tmp_path: Path) -> None:
+    writer, logger = begin(tmp_path / "out"), JsonLogger()
+    logger.writer, logger._active = writer, True
+    os.rename(tmp_path / "out", tmp_path / "away")
+    (tmp_path / "out").symlink_to("nowhere")  # no folder can be made there
+    trainer = tiny_trainer(tmp_path / "other")
+    for step in range(6, 9):
+        trainer.state.global_step = step
+        logger.on_log(trainer.args, trainer.state, trainer.bus.control, {"loss": 1.0}, trainer)
+        if step == 7:
+            (tmp_path / "out").unlink()
+            os.rename(tmp_path / "away", tmp_path / "out")
+    assert steps_in(tmp_path / "out" / "log.json") == [0, 5, 8]
+    assert logger._num_lost == 2
+
+
+def test_a_record_is_written_where_nobody_can_look_at_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, look = begin(tmp_path / "out"), os.stat
+
+    def refuse(path, **more):
+        if path == writer.path:
+            raise PermissionError(errno.EACCES, "no ticket")
+        return look(path, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refuse)
+        assert not writer.reopen_if_gone()
+        writer.write_record(6, 0.0, {})
+    assert steps_in(tmp_path / "out" / "log.json") == [0, 5, 6]
+
+
+@pytest.mark.parametrize("kind", ["log", "lock"])
+def test_log_and_lock_begin_anew_where_another_machine_deleted_an_open_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A network file system has an error for its descriptor then."""
+    writer, lock = begin(tmp_path / "out"), FolderLock(tmp_path / "out")
+    lock.take()
+    shutil.rmtree(tmp_path / "out")
+    looks, asked = {"stat": os.stat, "fstat": os.fstat}, []
+
+    def refuse(name, path, **more):
+        if isinstance(path, int) and not asked:
+            asked.append(path)
+            raise OSError(errno.ESTALE, "stale file handle")
+        return looks[name](path, **more)
+
+    if kind == "log":
+        writer.path.parent.mkdir()
+        writer.path.touch()
+    for name in looks:
+        monkeypatch.setattr(os, name, functools.partial(refuse, name))
+    if kind == "lock":
+        (tmp_path / "out" / LOCK_NAME).parent.mkdir(parents=True)
+        (tmp_path / "out" / LOCK_NAME).touch()
+        lock.renew()
+    else:
+        assert writer.reopen_if_gone()
+        writer.write_record(6, 0.0, {})
+    assert asked
+    monkeypatch.undo()
+    if kind == "log":
+        assert steps_in(tmp_path / "out" / "log.json") == [6]
+    else:
+        assert (tmp_path / "out" / LOCK_NAME).read_text().startswith("process")

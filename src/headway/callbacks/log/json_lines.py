@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 FORMS = ("lines", "array")
 _BLOCK_BYTES = 1 << 16
+_BEGIN_BYTES = 256
+"""Enough for the time of the first record, by which logs are told apart."""
 _AUTOMATIC_FOLDER = re.compile(r"\d{16,}_.+")
 
 
@@ -122,14 +124,23 @@ class JsonLogWriter:
         self._seek(global_step)
 
     def reopen_if_gone(self) -> bool:
-        """Begin a new file where the one so far was moved or deleted, or go on in one put there."""
+        """Begin a new file where the one so far was moved or deleted, or go on in a copy put there.
+
+        Another run's log is left alone, and so is a file that cannot be looked at.
+        """
         if not self.is_open or self.path is None:
             return False
-        with contextlib.suppress(FileNotFoundError):
-            there, ours = os.stat(self.path), os.fstat(self._file)
-            if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
+        try:
+            if self._stays(os.stat(self.path)):
                 return False
-        self.open(self.path.parent, max(1, self._last_step))
+        except (FileNotFoundError, NotADirectoryError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return False
+        before = self._file
+        self._file = self._create()  # until this succeeds, the next record tries again
+        os.close(before)
+        self._seek(max(1, self._last_step))
         return self._place.offset == 0
 
     def write_record(
@@ -194,8 +205,22 @@ class JsonLogWriter:
         assert self.path is not None
         # Appending leaves a second writer's records whole; an array overwrites its own end.
         append = os.O_APPEND if self.form == "lines" else 0
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | append, 0o644)
         self._place, self._is_torn = _Place(), False
-        return os.open(self.path, os.O_RDWR | os.O_CREAT | append, 0o644)
+        return file
+
+    def _stays(self, there: os.stat_result) -> bool:
+        """Whether what is under the name is the file that is written, or another run's."""
+        assert self.path is not None
+        try:
+            ours = os.fstat(self._file)
+            if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
+                return True
+            begin = os.pread(self._file, _BEGIN_BYTES, 0)
+        except OSError:  # a network file system's, deleted by another machine
+            return False
+        with open(self.path, "rb") as file:
+            return not begin.startswith(file.read(_BEGIN_BYTES))
 
     def _write(self, chunk: bytes) -> int:
         """Write a record; returns where the next one begins."""
