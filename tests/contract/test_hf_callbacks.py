@@ -138,7 +138,11 @@ def test_the_folder_of_a_save_is_found_by_the_step(tmp_path):
     found = []
 
     class Finds(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            state.own_mark = "is still there"
+
         def on_save(self, args, state, control, **kwargs):
+            assert state.own_mark
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             found.append((state.global_step, (folder / "checkpoint_manifest.json").is_file()))
 

@@ -226,12 +226,14 @@ def _as_list(values: list[Any]) -> list[Any]:
 
 def _alike(key: str, values: list[Any]) -> list[Any]:
     """Numbers of one type: that of the fractions, where others are whole (1 beside 0.5)."""
-    wrong = [value for value in values if not _is_numeric(value)]
+    alike = len({getattr(value, "dtype", None) for value in values}) == 1
+    alike = alike and _is_numeric(values[0])
+    wrong = [] if alike else [value for value in values if not _is_numeric(value)]
     if wrong:
         raise ConfigError(f"{key!r} must be numbers in every sample of a batch: {wrong[0]!r:.80}")
     if key in _NUMBERS and not any(_has_elements(value) for value in values):
         return [torch.as_tensor(value).to(torch.int64) for value in values]
-    if len({value.dtype for value in values}) == 1:
+    if alike:
         return values
     if any(isinstance(value, torch.Tensor) for value in values):
         tensors = [value if torch.is_tensor(value) else torch.tensor(value) for value in values]

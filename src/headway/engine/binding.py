@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from copy import copy
 from typing import Any
 
 from headway.engine.state import TrainerControl, TrainerState
@@ -64,7 +64,8 @@ def bind(callback: object, name: str, event: str, brings: Collection[str]) -> Ha
         if copies_logs:  # Hugging Face's PrinterCallback pops from the dict
             kwargs = {**kwargs, "logs": dict(kwargs["logs"])}
         if goes_back and state.global_step != kwargs["step"]:
-            state = replace(state, global_step=kwargs["step"])
+            state = copy(state)
+            state.global_step = kwargs["step"]
         if positional:
             if takes_all:
                 return method(args, state, control, **kwargs)
