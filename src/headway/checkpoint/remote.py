@@ -52,13 +52,14 @@ def check_address(url: str, option: str | None = None) -> None:
         import fsspec
     except ImportError:
         raise missing_extra("fsspec", "remote", given) from None
-    protocol = url.partition("://")[0]
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except (ImportError, ValueError) as error:
-        known = {*fsspec.available_protocols(), *fsspec.registry}
-        problem = str(error) if protocol in known else unknown("protocol", protocol, sorted(known))
-        raise ConfigError(f"{given} cannot be opened: {problem}") from error
+    for link in url.split("::"):  # fsspec's chains, such as simplecache::s3://bucket/run
+        protocol = link.partition("://")[0]
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except (ImportError, ValueError) as error:
+            known = {*fsspec.available_protocols(), *fsspec.registry}
+            problem = str(error) if protocol in known else unknown("protocol", protocol, known)
+            raise ConfigError(f"{given} cannot be opened: {problem}") from error
 
 
 def _open_file_system(url: str) -> tuple[Any, str]:

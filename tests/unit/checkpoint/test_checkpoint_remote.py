@@ -25,7 +25,7 @@ from headway.checkpoint import (
     unpin,
     validate_checkpoint,
 )
-from headway.checkpoint.remote import RemoteStorage
+from headway.checkpoint.remote import RemoteStorage, check_address
 from headway.errors import ConfigError
 
 
@@ -234,6 +234,16 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
 def test_an_unknown_protocol_is_refused():
     with pytest.raises(ConfigError, match="address nosuch://x cannot be opened: unknown protocol"):
         CheckpointManager("nosuch://x")
+    with pytest.raises(ConfigError, match="unknown protocol 'nosuch'"):
+        check_address("dir::nosuch://x")
+
+
+def test_a_chain_of_file_systems_is_an_address_like_others():
+    check_address("dir::memory://chained", "checkpoint_address")
+    manager = CheckpointManager("dir::memory://chained")
+    saved = manager.save(make_contents(), 1)
+    assert manager.storage.locate(saved) == "dir::memory://chained/checkpoint-1"
+    assert [found.step for found in CheckpointManager("dir::memory://chained").list()] == [1]
 
 
 @pytest.mark.parametrize(("act", "name"), [("rm_file", "checkpoint_manifest"), ("get_file", "")])
