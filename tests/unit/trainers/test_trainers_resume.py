@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headway import Trainer, TrainerCallback, TrainingArguments
-from headway.callbacks import JsonLogger
+from headway.callbacks import CheckpointerCallback, JsonLogger
 from headway.checkpoint import CheckpointError, read_manifest, verify
 from headway.checkpoint.digest import digest_bytes
 from headway.checkpoint.manifest import write_manifest
@@ -637,3 +637,11 @@ def test_a_run_that_is_interrupted_in_its_last_step_only_saves(tmp_path, caplog)
     trainer.train()
     assert (tmp_path / "out" / "checkpoint-4").is_dir()
     assert "ended early" not in caplog.text
+
+
+def test_a_save_that_the_last_evaluation_asks_for_stays_as_that_of_the_end(tmp_path):
+    callbacks = [CheckpointerCallback(100), _SavesWhatItEvaluates()]
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    tiny_trainer(tmp_path, callbacks, **settings).train()
+    saved = [read_manifest(tmp_path / "out" / f"checkpoint-{step}") for step in (2, 4)]
+    assert [bool(one.metadata.get("permanent")) for one in saved] == [False, True]
