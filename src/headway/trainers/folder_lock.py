@@ -64,13 +64,14 @@ class FolderLock:
 
     def renew(self) -> None:
         """Take the folder anew where it was moved or deleted since: what comes goes to another."""
-        if self._file is None:
+        if self._place is None:
             return
         found = _identity(self._folder / LOCK_NAME)
-        if found is not None and found == _identity(self._file):
+        if self._file is not None and found is not None and found == _identity(self._file):
             return
         before = self._place
         self.release()
+        self._place = before  # until this succeeds, the next save tries again
         self.take()
         # Some network file systems give a file another number now and then.
         if found is None and self._place != before:
@@ -82,7 +83,7 @@ class FolderLock:
 
     def release(self) -> None:
         """The file stays: another run may wait to open it."""
-        file, self._file = self._file, None
+        file, self._file, self._place = self._file, None, None
         if file is not None:
             with contextlib.suppress(OSError):
                 os.close(file)

@@ -182,3 +182,20 @@ def test_log_and_lock_begin_anew_where_another_machine_deleted_an_open_file(
         assert steps_in(tmp_path / "out" / "log.json") == [6]
     else:
         assert (tmp_path / "out" / LOCK_NAME).read_text().startswith("process")
+
+
+def test_a_lock_is_taken_again_when_the_folder_is_back(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path / "out")
+    lock.take()
+    os.rename(tmp_path / "out", tmp_path / "away")
+    (tmp_path / "out").symlink_to("nowhere")  # no folder can be made there
+    lock.renew()
+    (tmp_path / "out").unlink()
+    os.rename(tmp_path / "away", tmp_path / "out")
+    lock.renew()
+    command = [sys.executable, "-c", LOOK, str(tmp_path / "out")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60).stderr
+    assert "is in use by another run" in said
+    lock.release()
+    lock.renew()  # as a save after the end of the run does
+    subprocess.run(command, check=True, timeout=60)
