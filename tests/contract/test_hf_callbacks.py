@@ -143,12 +143,14 @@ def test_the_folder_of_a_save_is_found_by_the_step(tmp_path):
 
         def on_save(self, args, state, control, **kwargs):
             assert state.own_mark
+            state.trial_name = state.trial_name or f"first saved at {state.global_step}"
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             found.append((state.global_step, (folder / "checkpoint_manifest.json").is_file()))
 
     trainer = tiny_trainer(tmp_path, [Finds()], save_strategy="steps", save_steps=2, max_steps=5)
     trainer.train()
     assert found == [(2, True), (4, True), (5, True)]
+    assert trainer.state.trial_name == "first saved at 2"
     assert trainer.state.global_step == 5
 
 

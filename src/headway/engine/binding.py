@@ -53,9 +53,6 @@ def bind(callback: object, name: str, event: str, brings: Collection[str]) -> Ha
             )
     ours = type(callback).__module__.split(".")[0] == "headway"
     copies_logs = event == "on_log" and not ours
-    # A save in the background is announced steps later; Hugging Face's callbacks find the folder
-    # by `state.global_step`.
-    goes_back = event == "on_save" and is_foreign(callback)
     rest = [n for n in by_name if n not in lead] if positional else by_name
 
     def call(
@@ -63,9 +60,6 @@ def bind(callback: object, name: str, event: str, brings: Collection[str]) -> Ha
     ) -> Any:
         if copies_logs:  # Hugging Face's PrinterCallback pops from the dict
             kwargs = {**kwargs, "logs": dict(kwargs["logs"])}
-        if goes_back and state.global_step != kwargs["step"]:
-            state = copy(state)
-            state.global_step = kwargs["step"]
         if positional:
             if takes_all:
                 return method(args, state, control, **kwargs)
@@ -75,4 +69,23 @@ def bind(callback: object, name: str, event: str, brings: Collection[str]) -> Ha
             return method(**everything)
         return method(**{n: everything[n] for n in rest if n in everything})
 
-    return call
+    return _as_of_save(call) if event == "on_save" and is_foreign(callback) else call
+
+
+def _as_of_save(call: Handler) -> Handler:
+    """A save in the background is announced steps later; Hugging Face's callbacks find the folder
+    by `state.global_step`. What else they write to the state holds."""
+
+    def call_as_of_save(
+        args: Any, state: TrainerState, control: TrainerControl, kwargs: dict[str, Any]
+    ) -> Any:
+        shown = copy(state)
+        shown.global_step = kwargs["step"]
+        before = dict(vars(shown))
+        result = call(args, shown, control, kwargs)
+        for name, value in vars(shown).items():
+            if name not in before or value is not before[name]:
+                setattr(state, name, value)
+        return result
+
+    return call_as_of_save
