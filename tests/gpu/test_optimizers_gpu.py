@@ -10,6 +10,8 @@ import torch
 
 from headway import Trainer, TrainerCallback, TrainingArguments
 from headway.models import Decoder, DecoderConfig
+from headway.optim import stochastic_step
+from headway.optim.stochastic_adamw import _update_plainly
 from headway.testing import count_host_syncs, tiny_dataset, tiny_decoder
 
 pytestmark = pytest.mark.gpu
@@ -55,6 +57,29 @@ def test_the_step_in_the_backward_pass_gives_the_same_bits(tmp_path, optim):
     fused = run(tmp_path / "fused", fuse_optim_with_backward=True, **options)
     assert torch.equal(weights(plain), weights(fused))
     assert torch.isfinite(weights(fused)).all()
+
+
+@pytest.mark.parametrize("moments", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1,), (1025,), (300, 1000)])
+def test_adamw_in_bfloat16_is_one_pass_and_its_update_the_plain_one(shape, moments):
+    torch.manual_seed(0)
+    weight, grad = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    mean, square = torch.randn(2, *shape, device="cuda").square().to(moments)
+    settings = {"lr": 1e-2, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
+    exact = [t.float().clone() for t in (weight, grad, mean, square)]
+    _update_plainly(*exact, seed=0, step=3, **settings)
+    assert stochastic_step.fits(weight, grad, mean, square)
+    with count_host_syncs() as syncs:
+        stochastic_step.update_(weight, grad, mean, square, seed=2**32 - 1, step=3, **settings)
+    assert syncs.count == 0, syncs.report()
+    for found, wanted in zip((weight, mean, square), (exact[0], *exact[2:])):
+        rounded = found.dtype == torch.bfloat16
+        torch.testing.assert_close(
+            found.float(), wanted, rtol=2**-7 if rounded else 1e-5, atol=1e-7
+        )
+    if weight.numel() > 1000:
+        errors = weight.float() - exact[0]
+        assert errors.mean().abs() < 0.2 * errors.abs().mean(), "up as much as down"
 
 
 def test_it_waits_for_nothing_and_withholds_on_the_device(tmp_path):

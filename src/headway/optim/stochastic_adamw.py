@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from headway.errors import ConfigError, unknown
+from headway.optim import stochastic_step
 
 _MOMENT_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -99,29 +100,53 @@ class StochasticAdamW(Optimizer):
             state["exp_avg"] = torch.zeros_like(param, dtype=dtype)
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=dtype)
         state["step"] += 1
-        step, (beta1, beta2) = state["step"], group["betas"]
-        rounding = _Rounding(group["seed"], step, name, param)
-        weight, gradient = _local(param), _local(param.grad).float()
+        weight, gradient = _local(param), _local(param.grad)
         first, second = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
-        mean = first.float().lerp(gradient, 1 - beta1)
-        square = second.float().mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
-        rate = float(group["lr"])
-        value = weight.float().mul(1 - rate * group["weight_decay"])
-        denominator = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        value.addcdiv_(mean, denominator, value=-rate / (1 - beta1**step))
-        for stream, kept, exact in (
-            (_FIRST, first, mean),
-            (_SECOND, second, square),
-            (_WEIGHT, weight, value),
-        ):
-            rounding.store(exact, kept, stream)
+        settings = {
+            "seed": zlib.crc32(f"{group['seed']}/{state['step']}/{name}/{_place(param)}".encode()),
+            "step": state["step"],
+            "lr": float(group["lr"]),
+            **{key: group[key] for key in ("betas", "eps", "weight_decay")},
+        }
+        by_kernel = stochastic_step.fits(weight, gradient, first, second)
+        (stochastic_step.update_ if by_kernel else _update_plainly)(
+            weight, gradient, first, second, **settings
+        )
+
+
+def _update_plainly(
+    weight: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    *,
+    seed: int,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    rounding, (beta1, beta2) = _Rounding(seed), betas
+    gradient = gradient.float()
+    mean = first.float().lerp(gradient, 1 - beta1)
+    square = second.float().mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
+    value = weight.float().mul(1 - lr * weight_decay)
+    denominator = (square / (1 - beta2**step)).sqrt_().add_(eps)
+    value.addcdiv_(mean, denominator, value=-lr / (1 - beta1**step))
+    for stream, kept, exact in (
+        (_FIRST, first, mean),
+        (_SECOND, second, square),
+        (_WEIGHT, weight, value),
+    ):
+        rounding.store(exact, kept, stream)
 
 
 class _Rounding:
     """Stores float32 values of one parameter in one step."""
 
-    def __init__(self, seed: int, step: int, name: str, param: Tensor) -> None:
-        self._seed = zlib.crc32(f"{seed}/{step}/{name}/{_place(param)}".encode())
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
         self._generator: torch.Generator | None = None
 
     def store(self, exact: Tensor, kept: Tensor, stream: int) -> None:

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
 from headway.models.kernels import cross_entropy, heads, linear, scaling, swiglu
-from headway.optim import adamw_step
+from headway.optim import adamw_step, stochastic_step
 
 CAPABILITIES = [80, 90]
 LAUNCH_OPTIONS = ("num_warps", "num_stages")
@@ -72,6 +72,13 @@ def step() -> None:
     adamw_step.KernelStep(optimizer).take(torch.zeros(()))
 
 
+def step_in_bf16(*shape: int, moments: torch.dtype) -> None:
+    weight, grad = torch.zeros(2, *shape, dtype=HALF)
+    first, second = torch.zeros(2, *shape, dtype=moments)
+    settings = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    stochastic_step.update_(weight, grad, first, second, seed=1 << 31, step=1, **settings)
+
+
 WIDE, HALF = torch.float32, torch.bfloat16
 LAUNCHES: dict[str, tuple[ModuleType, Callable[[], None]]] = {
     "loss": (cross_entropy, lambda: lose(32000, dtype=HALF)),
@@ -88,6 +95,8 @@ LAUNCHES: dict[str, tuple[ModuleType, Callable[[], None]]] = {
     "one weight": (linear, lambda: cast(33)),
     "factor": (scaling, lambda: scaling.scale_(torch.zeros(8192, dtype=HALF), torch.ones(()))),
     "step": (adamw_step, step),
+    "step in bfloat16": (stochastic_step, lambda: step_in_bf16(64, 64, moments=HALF)),
+    "of odd size": (stochastic_step, lambda: step_in_bf16(4097, moments=WIDE)),
 }
 
 

@@ -51,7 +51,7 @@ def test_interpreted_kernels_compute_what_the_plain_forms_do(environ: dict[str, 
         if Version(installed) < Version("3.7"):
             pytest.skip(f"the interpreter of Triton {installed} fails with numpy since 2.4")
     environ = {**environ, "TRITON_INTERPRET": "1"}
-    names = ("models", "flash4", "adamw", "swiglu_fp8")
+    names = ("models", "flash4", "adamw", "stochastic", "swiglu_fp8")
     run_tests(environ, *(f"interpreted_{name}.py" for name in names))
 
 
