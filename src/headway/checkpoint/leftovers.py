@@ -28,7 +28,8 @@ _LEFTOVER = re.compile(
 logger = logging.getLogger(__name__)
 
 
-def _age_s(path: Path) -> float:
+def age_s(path: Path) -> float:
+    """How long nothing in a folder was written."""
     now = time.time()
     try:
         return now - max((os.lstat(f).st_mtime for f, _, _ in os.walk(path)), default=now)
@@ -36,10 +37,10 @@ def _age_s(path: Path) -> float:
         return 0.0  # it is changing right now
 
 
-def may_go(nonce: str, age_s: Callable[[], float]) -> bool:
+def may_go(nonce: str, tell_age_s: Callable[[], float]) -> bool:
     """Whether what carries a nonce is left over: its process is dead, or elsewhere and idle."""
     state = owner_state(nonce)
-    return state == "dead" or (state == "elsewhere" and age_s() > ELSEWHERE_AGE_S)
+    return state == "dead" or (state == "elsewhere" and tell_age_s() > ELSEWHERE_AGE_S)
 
 
 def clean_leftovers(storage: Storage) -> list[str]:
@@ -53,7 +54,7 @@ def clean_leftovers(storage: Storage) -> list[str]:
     for name in storage.list_dirs():
         match = _LEFTOVER.fullmatch(name)
         path = storage.root / name
-        if match is None or not may_go(match["nonce"], functools.partial(_age_s, path)):
+        if match is None or not may_go(match["nonce"], functools.partial(age_s, path)):
             continue
         try:
             if _clean_one(storage, path, match):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.checkpoint.errors import CheckpointError, DamagedError
-from headway.checkpoint.leftovers import may_go
+from headway.checkpoint.leftovers import age_s, may_go
 from headway.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from headway.checkpoint.owner import NONCE_PATTERN, new_nonce
 from headway.checkpoint.pins import PIN_NAME, is_pinned
@@ -38,6 +38,7 @@ from headway.checkpoint.storage import (
 from headway.errors import ConfigError, missing_extra, unknown
 
 _UPLOADING = ".uploading-"
+_WORKING = "headway-remote-"
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +74,27 @@ def _open_file_system(url: str) -> tuple[Any, str]:
     return file_system, str(base).rstrip("/")
 
 
+def _make_working_directory() -> Path:
+    """A new one; those of processes that were killed go, which hold a checkpoint at worst."""
+    beside = Path(tempfile.gettempdir())
+    for path in beside.glob(f"{_WORKING}*"):
+        nonce = path.name.removeprefix(_WORKING)
+        if re.fullmatch(NONCE_PATTERN, nonce, re.ASCII) and may_go(
+            nonce, functools.partial(age_s, path)
+        ):
+            shutil.rmtree(path, ignore_errors=True)  # it may be another user's
+    made = beside / f"{_WORKING}{new_nonce()}"
+    made.mkdir(mode=0o700)
+    return made
+
+
 class RemoteStorage(Storage):
     """Writes locally, then uploads; downloads, then reads."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._fs, self._base = _open_file_system(self.url)
-        super().__init__(tempfile.mkdtemp(prefix="headway-remote-"))
+        super().__init__(_make_working_directory())
         weakref.finalize(self, shutil.rmtree, str(self.root), ignore_errors=True)
         self._places: dict[str, str] = {}
         """Name in the root -> name at the address."""
@@ -313,8 +328,8 @@ class RemoteStorage(Storage):
                 str(f).rpartition("/")[2] for f in self._fs.ls(self._path(place), detail=False)
             ]
             nonces = [f.removeprefix(_UPLOADING) for f in found if f.startswith(_UPLOADING)]
-            age_s = functools.partial(self._age_s, place)
-            if nonces and all(may_go(nonce, age_s) for nonce in nonces):
+            tell_age_s = functools.partial(self._age_s, place)
+            if nonces and all(may_go(nonce, tell_age_s) for nonce in nonces):
                 self._drop(place)
                 done.append(place)
         self.refresh()

@@ -2,7 +2,11 @@
 
 import datetime
 import logging
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import uuid
 
@@ -223,6 +227,27 @@ def test_the_working_directory_is_small_and_goes_away(address):
 
     gc.collect()
     assert not root.exists()
+
+
+def test_what_a_killed_process_kept_locally_goes_with_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    program = (
+        "import os, signal, sys\n"
+        "from headway.checkpoint.remote import RemoteStorage\n"
+        "storage = RemoteStorage(sys.argv[1])\n"
+        "(storage.root / 'weights').write_bytes(b'many')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    url = f"file://{tmp_path}/run"
+    environ = {**os.environ, "TMPDIR": tempfile.gettempdir()}
+    done = subprocess.run([sys.executable, "-c", program, url], env=environ, timeout=100)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = (tmp_path / "temporary").iterdir()
+    assert (left / "weights").is_file()
+    first, second = RemoteStorage(url), RemoteStorage(url)
+    assert {*(tmp_path / "temporary").iterdir()} == {first.root, second.root}
+    assert first.root.stat().st_mode & 0o077 == 0, "nobody else looks into them"
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
