@@ -15,7 +15,7 @@ import torch
 from headway.dist.agreement import exchange
 from headway.dist.forced_end import at_forced_end
 from headway.engine.best import evaluation_of_step, update_best
-from headway.engine.delivery import MetricDelivery, NonFiniteError
+from headway.engine.delivery import MetricDelivery
 from headway.engine.flushing import Flusher
 from headway.engine.last_metrics import dump_last_metrics
 from headway.engine.lifetimes import (
@@ -27,7 +27,7 @@ from headway.engine.lifetimes import (
     strongest,
 )
 from headway.engine.parts import LoopParts
-from headway.engine.rescue import LastStep
+from headway.engine.rescue import LastStep, rescue
 from headway.engine.rollback import RollbackRequest
 from headway.engine.signals import SignalRequests
 from headway.engine.step import Stepper
@@ -62,6 +62,8 @@ class TrainingLoop:
             stands=not parts.state.is_world_process_zero,
         )
         self._done, self._saved_step = False, -1
+        self._owes_save = False
+        """Whether this step is to be saved once it is logged and evaluated."""
         self._last_metrics = evaluation_of_step(parts.state, parts.args)  # if it is resumed
         self._evaluated_step = parts.state.global_step if self._last_metrics else -1
         self._stepped = False
@@ -97,8 +99,9 @@ class TrainingLoop:
         except BaseException as error:
             self._dump_metrics(f"{type(error).__name__}: {error}")
             self.delivery.close(wait=False)
-            if isinstance(error, Exception):
-                self._rescue(error)
+            if isinstance(error, Exception) and not self.aborted:
+                seconds = self._clock.of_run(time.monotonic())
+                rescue(error, self.parts, self._last_step, seconds, is_due=self._owes_save)
             raise
         finally:
             self.parts.commands.end()
@@ -346,6 +349,7 @@ class TrainingLoop:
     def _act(self, wanted: int) -> bool:
         """Log, evaluate, save, roll back or stop; returns whether the run was rolled back."""
         p, given_up = self.parts, _ABORT | _ROLLBACK
+        self._owes_save = bool(wanted & ANY_SAVE) and not wanted & given_up
         # The checkpoint of the end has the last record and evaluation; that may have asked for it.
         if wanted & _LOG or (self._done and wanted & (ANY_SAVE | _EVALUATE) and self._logs):
             self._log()
@@ -361,6 +365,7 @@ class TrainingLoop:
         if wanted & ANY_SAVE and not wanted & given_up:
             self._save(strongest(wanted | PERMANENT_SAVE * self._keeps_end))
             wanted |= p.strategy.agree(self._take_flags())
+        self._owes_save = False
         p.bus.control.should_epoch_stop = bool(wanted & _END_EPOCH)
         if wanted & _ROLLBACK and not wanted & _ABORT:
             self._rollback(skip_data=bool(wanted & _SKIP_DATA))
@@ -424,36 +429,16 @@ class TrainingLoop:
             steps = self.delivery.pending()
             dump_last_metrics(p.args.output_dir, steps, p.state, p.args.process_index, reason)
 
-    def _rescue(self, error: Exception) -> None:
-        """After an error: save the last completed step where `save_on_error` asks for it."""
-        p = self.parts
-        if not p.args.save_on_error or self.aborted:
-            return
-        if p.args.world_size > 1 and not isinstance(error, NonFiniteError):
-            # A save takes all ranks, and the others are not where this one is.
-            logger.error("save_on_error: only one of several ranks failed, so nothing is saved")
-            return
-        try:
-            if not self._last_step.recover():
-                logger.error("save_on_error: the update was under way, so there is nothing to save")
-                return
-            p.optimizer.zero_grad(set_to_none=True)
-            p.state.train_seconds = self._clock.of_run(time.monotonic())
-            p.rescue()
-        except Exception:
-            # The error that ended the run is the one to report.
-            logger.exception("save_on_error: the save failed")
-
     def _save(self, lifetime: str = "regular") -> None:
         self.delivery.flush()
         p = self.parts
-        self._saved_step = p.state.global_step
+        self._saved_step, self._owes_save = p.state.global_step, False
         p.state.train_seconds = self._clock.of_run(time.monotonic())
         evaluated_here = self._evaluated_step == p.state.global_step
         p.save(self._last_metrics if evaluated_here else None, lifetime)
 
     def _rollback(self, *, skip_data: bool) -> None:
-        p = self.parts
+        p, self._owes_save = self.parts, False
         self.delivery.flush()
         p.rollback(RollbackRequest.take(p.bus.control, skip_data=skip_data))
         self._start()
@@ -466,6 +451,8 @@ class TrainingLoop:
         Returns whether the run was rolled back, so that it is not over.
         """
         p = self.parts
+        unsaved = self._saved_step != p.state.global_step
+        self._owes_save = self.saves_at_end and self._stepped and unsaved
         if self._logs:
             self._log()
         self.delivery.flush()
@@ -477,7 +464,7 @@ class TrainingLoop:
                 return not self.aborted
         idle = self.cut_short and not self._stepped
         saves = p.strategy.agree(self.saves_at_end or self.signals.take_save_request())
-        if saves and self._saved_step != p.state.global_step and not idle:
+        if saves and unsaved and not idle:
             self._save("permanent" if self._keeps_end else "regular")
         p.state.train_seconds = self._clock.of_run(time.monotonic())
         if not self.cut_short:

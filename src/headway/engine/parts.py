@@ -62,8 +62,8 @@ class LoopParts:
     """Keep the state before the first step; it is written once a step went well."""
     on_first_step: Callable[[], None]
     """Called once, when the first step went well."""
-    rescue: Callable[[], None]
-    """Save the current step after an error, unless it is saved already."""
+    rescue: Callable[[str], None]
+    """Save the current step after an error, unless it is saved already; told with the reason."""
     cancel: CancelRequests
     bookkeeping: Bookkeeping
     timing: LoopTiming

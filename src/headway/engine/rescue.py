@@ -1,17 +1,22 @@
 """Keeping the last completed step savable while the next one is under way.
 
 Owns: the copy of what a step changes before its update (generators, data position, callbacks), and
-whether a run's state can be saved after an error. Does not own: the save itself (trainers).
+whether a run's state is saved after an error. Does not own: the save itself (trainers).
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 from headway.checkpoint.rng import RNGState
 from headway.data.loader import WindowLoader
+from headway.engine.delivery import NonFiniteError
 from headway.engine.events import EventBus
+from headway.engine.parts import LoopParts
+
+logger = logging.getLogger(__name__)
 
 WHOLE, STEPPING, UPDATING = "whole", "stepping", "updating"
 
@@ -48,11 +53,37 @@ class LastStep:
 
     def recover(self) -> bool:
         """Make the state that of the last completed step; False where that cannot be done."""
+        if self._phase == WHOLE:
+            return True
         if not self._active or self._phase == UPDATING:
             return False
-        if self._phase == STEPPING:
-            self._loader.load_state_dict(self._copy["data"])
-            self._bus.load_state_dict(self._copy["callbacks"])
-            RNGState().load_state_dict(self._copy["rng"])
-            self._phase = WHOLE
+        self._loader.load_state_dict(self._copy["data"])
+        self._bus.load_state_dict(self._copy["callbacks"])
+        RNGState().load_state_dict(self._copy["rng"])
+        self._phase = WHOLE
         return True
+
+
+def rescue(
+    error: Exception, parts: LoopParts, last_step: LastStep, train_seconds: float, *, is_due: bool
+) -> None:
+    """After an error: save the last completed step, if its save was due or `save_on_error` asks."""
+    args, judged = parts.args, isinstance(error, NonFiniteError)
+    # A run that is ended for its values keeps them only where that is asked for.
+    if not (args.save_on_error or (is_due and not judged)):
+        return
+    reason = "save_on_error" if args.save_on_error else "the save that was due"
+    if args.world_size > 1 and not judged:
+        # A save takes all ranks, and the others are not where this one is.
+        logger.error("%s: only one of several ranks failed, so nothing is saved", reason)
+        return
+    try:
+        if not last_step.recover():
+            logger.error("%s: the update was under way, so there is nothing to save", reason)
+            return
+        parts.optimizer.zero_grad(set_to_none=True)
+        parts.state.train_seconds = train_seconds
+        parts.rescue(reason)
+    except Exception:
+        # The error that ended the run is the one to report.
+        logger.exception("%s: it failed", reason)

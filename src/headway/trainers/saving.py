@@ -395,7 +395,7 @@ class Saver:
             where = self._locate(saved.path)
             self._trainer.bus.fire_to_all("on_save", checkpoint_path=where, step=saved.step)
 
-    def rescue(self) -> None:
+    def rescue(self, reason: str) -> None:
         """Save the current step after an error, if it is sound and not saved yet."""
         trainer, step = self._trainer, self._trainer.state.global_step
         assert trainer.strategy is not None
@@ -409,15 +409,15 @@ class Saver:
         # Ranks may hold other parameters, and a save takes all ranks or none.
         found = trainer.strategy.agree(saved | bool(broken) << 1)
         if found & 1:
-            logger.info("save_on_error: step %d is saved already", step)
+            logger.info("%s: step %d is saved already", reason, step)
             return
         if found:
             name = broken[0] if broken else "a parameter of another rank"
-            logger.error("save_on_error: not saved, %s is not finite", name)
+            logger.error("%s: not saved, %s is not finite", reason, name)
             return
         self.save(None)
         self.deliver()
-        logger.warning("save_on_error: the last completed step, %d, is saved", step)
+        logger.warning("%s: the last completed step, %d, is saved", reason, step)
 
     def load(self, path: Path, wanted: set[str] | None = None) -> LoadedCheckpoint:
         """Take what the run's checkpoints hold, or only the wanted parts of it."""

@@ -7,7 +7,7 @@ import torch
 
 from headway import TrainerCallback
 from headway.checkpoint import CheckpointManager
-from headway.engine.loop import NonFiniteError
+from headway.engine.delivery import NonFiniteError
 from headway.testing import tiny_decoder
 from headway.testing.trainer import tiny_trainer
 
@@ -129,6 +129,46 @@ def test_an_error_in_an_evaluation_keeps_the_step(tmp_path):
     assert isinstance(error, Broken) and saved(tmp_path) == [4]
 
 
+@pytest.mark.parametrize("at", [4, 6])
+def test_a_save_that_is_due_is_made_though_the_evaluation_before_it_fails(tmp_path, at, caplog):
+    """In the middle, and at the end of a run whose only evaluation that is."""
+    options = {"save_on_error": False, "save_steps": 2, "eval_strategy": "steps", "eval_steps": at}
+    whole, all_counts, _ = run(tmp_path / "whole", **options)
+    _, before, error = run(tmp_path, Fails("on_evaluate", at), **options)
+    assert isinstance(error, Broken) and saved(tmp_path) == [at - 2, at]
+    assert f"the last completed step, {at}, is saved" in caplog.text
+    again, after, error = run(tmp_path, **options)
+    assert error is None and before.losses[:at] + after.losses == all_counts.losses
+    assert saved(tmp_path)[-1] == 6
+    if at == 6:
+        assert "eval_loss" in again.state.log_history[-1], "the next start has it made again"
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name])
+
+
+def test_a_save_that_nobody_asked_for_is_not_made(tmp_path):
+    options = {"save_on_error": False, "eval_strategy": "steps", "eval_steps": 2}
+    _, _, error = run(tmp_path, Fails("on_evaluate", 4), **options)
+    assert isinstance(error, Broken) and saved(tmp_path) == []
+    _, _, error = run(tmp_path, Fails("on_evaluate", 6), save_strategy="no", **options)
+    assert isinstance(error, Broken) and saved(tmp_path) == []
+
+
+def test_a_state_that_is_given_up_is_not_saved_as_it_fails(tmp_path):
+    class GivesUp(TrainerCallback):
+        def on_step_end(self, state, control):
+            if state.global_step == 4:
+                control.should_save = control.rollback = control.should_log = True
+
+        def on_log(self, state):
+            if state.global_step == 4:
+                raise Broken
+
+    options = {"save_on_error": False, "save_steps": 2, "logging_steps": 100}
+    _, _, error = run(tmp_path, GivesUp(), **options)
+    assert isinstance(error, Broken) and saved(tmp_path) == [2]
+
+
 def test_a_run_that_raises_on_nan_keeps_the_sound_weights(tmp_path):
     class Spoil(TrainerCallback):
         def on_gradients(self, model, state):
@@ -158,7 +198,7 @@ def test_a_failing_rescue_does_not_hide_the_error(tmp_path, monkeypatch, caplog)
     monkeypatch.setattr(CheckpointManager, "stage", full)
     with caplog.at_level(logging.ERROR):
         _, _, error = run(tmp_path, Fails("on_gradients", 4))
-    assert isinstance(error, Broken) and "save_on_error: the save failed" in caplog.text
+    assert isinstance(error, Broken) and "save_on_error: it failed" in caplog.text
 
 
 def test_a_stop_without_save_is_obeyed(tmp_path):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from headway import ConfigError, Trainer, TrainerCallback, TrainingArguments
 from headway.data.datasets import SyntheticDataset
 from headway.data.windows import Window
-from headway.engine.loop import NonFiniteError
+from headway.engine.delivery import NonFiniteError
 from headway.optim.adamw_step import has_other_step
 from headway.optim.build import build_optimizer
 from headway.optim.in_backward import BackwardSteps

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from headway import ConfigError, Trainer, TrainerCallback, TrainingArguments
-from headway.engine.loop import NonFiniteError
+from headway.engine.delivery import NonFiniteError
 from headway.precision.scaler import LossScale
 from headway.testing import tiny_dataset, tiny_decoder
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from headway import ConfigError, Trainer, TrainerCallback, TrainingArguments
-from headway.engine.loop import NonFiniteError
+from headway.engine.delivery import NonFiniteError
 from headway.models.decoder import Decoder
 from headway.strategies.single import SingleDevice
 from headway.testing import (
