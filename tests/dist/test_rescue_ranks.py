@@ -1,4 +1,4 @@
-"""`save_on_error` on several ranks: all of them save, or none does."""
+"""Saves after an error on several ranks: all of them save, or none does."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from headway import PipelineTrainer, PipelineTrainingArguments, TrainerCallback
+from headway import (
+    DDPTrainer,
+    DDPTrainingArguments,
+    PipelineTrainer,
+    PipelineTrainingArguments,
+    TrainerCallback,
+)
 from headway.dist import init_distributed
+from headway.dist.failure import PeerFailure
 from headway.engine.delivery import NonFiniteError
 from headway.testing import run_ranks, tiny_dataset, tiny_decoder
 
@@ -66,3 +73,40 @@ def test_weights_of_one_rank_that_are_no_numbers_are_saved_by_none(
     assert told[0] == told[1]
     kept = [path.name for path in tmp_path.glob("checkpoint-*")]
     assert kept == ([] if weights else ["checkpoint-3"])
+
+
+def evaluate_badly(folder: str, wrong: bool) -> str:
+    rank = init_distributed(use_cpu=True).rank
+    args = DDPTrainingArguments(
+        output_dir=folder, max_steps=4, use_cpu=True, save_steps=2, seed=0, logging_steps=1,
+        per_device_train_batch_size=4, per_device_eval_batch_size=4, eval_strategy="steps",
+        eval_steps=4,
+    )  # fmt: skip
+
+    def measure(pair: Any) -> dict[str, float]:
+        assert rank == 0, "one rank measures, for all"
+        return {"share": 1.0 / (not wrong)}
+
+    trainer = DDPTrainer(
+        args=args,
+        model_init=tiny_decoder,
+        train_dataset=tiny_dataset(64),
+        eval_dataset=tiny_dataset(8),
+        compute_metrics=measure,
+        default_callbacks=False,
+    )
+    if not wrong:
+        trainer.train()
+        return str([r["eval_share"] for r in trainer.state.log_history if "eval_share" in r])
+    with pytest.raises(ZeroDivisionError if rank == 0 else PeerFailure) as caught:
+        trainer.train()
+    return str(caught.value)
+
+
+def test_a_metric_of_the_users_that_fails_does_not_cost_the_save(tmp_path: Path) -> None:
+    told = run_ranks(evaluate_badly, 2, str(tmp_path), True, backend=None)
+    assert "division by zero" in told[0]
+    assert "rank 0 of 2 failed" in told[1] and "division by zero" in told[1]
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    told = run_ranks(evaluate_badly, 2, str(tmp_path), False, backend=None)
+    assert told == ["[1.0]", "[1.0]"], "the next start evaluates the end"

@@ -94,6 +94,15 @@ def _tell_or_blame(error: BaseException) -> None:
     tell_failure(error)
 
 
+def raised_together(own: Exception | None, told: str, *, rank: int) -> Exception:
+    """What each rank is to raise where all of them know that one has failed: its own error there,
+    what was told of it elsewhere. Ranks that raise it stand at the same place."""
+    error = RuntimeError(told) if own is None else own
+    error.failed_rank = rank  # type: ignore[attr-defined]
+    error.raised_by_all = True  # type: ignore[attr-defined]
+    return error
+
+
 @contextmanager
 def _hold_sigterm() -> Iterator[None]:
     """torchrun ends the others as soon as it sees a rank dead; the message must come first."""

@@ -73,7 +73,7 @@ def rescue(
     if not (args.save_on_error or (is_due and not judged)):
         return
     reason = "save_on_error" if args.save_on_error else "the save that was due"
-    if args.world_size > 1 and not judged:
+    if args.world_size > 1 and not (judged or getattr(error, "raised_by_all", False)):
         # A save takes all ranks, and the others are not where this one is.
         logger.error("%s: only one of several ranks failed, so nothing is saved", reason)
         return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.data.loader import WindowLoader
 from headway.dist.agreement import exchange
-from headway.dist.failure import guard_run
+from headway.dist.failure import guard_run, raised_together
 from headway.engine.evaluate import EvalResult, evaluation_mode, run_evaluation
 from headway.errors import ConfigError
 from headway.optim.preserved import preserved_randomness
@@ -158,6 +158,17 @@ class Evaluation:
         result.logits, result.labels = gather_batches(shard, *lists, everywhere=keep_outputs)
         if compute is None or (keep_outputs and not result.labels):
             return  # a prediction may be of data that nobody has labelled
+        if self.args.world_size == 1:
+            result.metrics |= compute_own_metrics(compute, result, prefix)
+            return
         # By one rank, so that all decide by the same numbers whatever the function does.
-        own = compute_own_metrics(compute, result, prefix) if self.args.process_index == 0 else {}
-        result.metrics |= own if self.args.world_size == 1 else exchange(own)[0]
+        own, failure = {}, None
+        if self.args.process_index == 0:
+            try:
+                own = compute_own_metrics(compute, result, prefix)
+            except Exception as error:
+                failure = error
+        own, told = exchange((own, None if failure is None else repr(failure)))[0]
+        if told is not None:
+            raise raised_together(failure, f"compute_metrics failed: {told}", rank=0)
+        result.metrics |= own

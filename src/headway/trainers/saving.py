@@ -417,7 +417,8 @@ class Saver:
             return
         self.save(None)
         self.deliver()
-        logger.warning("%s: the last completed step, %d, is saved", reason, step)
+        if trainer.state.is_world_process_zero:
+            logger.warning("%s: the last completed step, %d, is saved", reason, step)
 
     def load(self, path: Path, wanted: set[str] | None = None) -> LoadedCheckpoint:
         """Take what the run's checkpoints hold, or only the wanted parts of it."""
