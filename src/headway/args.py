@@ -248,6 +248,18 @@ class MinimalTrainingArguments(Arguments):
         return self.eval_strategy != "no" or bool(getattr(self, "eval_on_save", False))
 
     @property
+    def asked_evaluations(self) -> str | None:
+        """The options that ask for evaluations, in words; None where none does."""
+        when = "eval_strategy" if self.eval_every is None else "eval_every"
+        options = (when, "eval_on_save", "eval_on_start")
+        asked = [
+            f"{name}={value!r}"
+            for name in options
+            if (value := getattr(self, name, None)) not in (None, False, "no")
+        ]
+        return " and ".join(asked) or None
+
+    @property
     def train_batch_size(self) -> int:
         """Samples in a training micro-batch of this process."""
         return self.per_device_train_batch_size
@@ -291,6 +303,8 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     """How many best checkpoints `preserve_best_model` keeps."""
     eval_on_save: bool = False
     """Evaluate right before each save, so that every checkpoint has a metric."""
+    eval_on_start: bool = False
+    """Evaluate before the first step: a start to compare with, and what fails in it fails then."""
     enable_activation_offloading: bool = False
     """Move saved activations to host memory between forward and backward."""
     detect_anomaly: bool = False

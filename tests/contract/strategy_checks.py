@@ -122,7 +122,7 @@ def events(strategy: str, folder: str) -> dict[str, Any]:
     count = Count()
     trainer = build(
         strategy, folder, [count], eval_strategy="steps", eval_steps=3, save_strategy="steps",
-        save_steps=4, gradient_accumulation_steps=2,
+        save_steps=4, gradient_accumulation_steps=2, eval_on_start=True,
     )  # fmt: skip
     trainer.train()
     return {**count.events, "saved": count.saved, "epoch": trainer.state.epoch}

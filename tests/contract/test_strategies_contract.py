@@ -40,8 +40,8 @@ def test_a_strategy_keeps_the_contract(strategy, alone, tmp_path):
 
 def test_the_checks_see_something(alone):
     assert alone["events"] == {
-        "step_begin": 6, "step_end": 6, "substep_end": alone["events"]["substep_end"], "log": 6,
-        "evaluate": 2, "saved": [4, 6], "epoch": alone["events"]["epoch"],
+        "step_begin": 6, "step_end": 6, "substep_end": alone["events"]["substep_end"], "log": 7,
+        "evaluate": 3, "saved": [4, 6], "epoch": alone["events"]["epoch"],
     }  # fmt: skip
     assert alone["save_asked"] == {"saved": [3], "there": True}
     assert alone["stop_asked"] == {"step": 4}

@@ -41,7 +41,6 @@ HF_OPTIONS: dict[str, str] = {
     "enable_jit_checkpoint": "SIGTERM always saves and stops here, leave it out",
     "eval_accumulation_steps": "predict() moves each batch to the host by itself, leave it out",
     "eval_do_concat_batches": "predict() joins batches of one shape, leave it out",
-    "eval_on_start": "call evaluate() before train()",
     "eval_use_gather_object": "predict() gathers anything, leave it out",
     "evaluation_strategy": "use eval_strategy",
     "fp16": "use mixed_precision='fp16'",

@@ -90,6 +90,7 @@ class TrainingLoop:
             )
         try:
             with at_forced_end(self._dump_metrics):
+                self._evaluate_at_start()
                 self._save_at_start()
                 is_over = False
                 while not is_over:
@@ -149,6 +150,11 @@ class TrainingLoop:
         self._note_stops(agreed)
         self._done = bool(agreed & _DONE)  # the end of a stream may have been that of the run
         return self.stopped
+
+    def _evaluate_at_start(self) -> None:
+        p = self.parts
+        if p.args.eval_on_start and p.state.global_step == 0 and not self._done:
+            self._note_stops(self._evaluate())
 
     def _save_at_start(self) -> None:
         """A save that was asked for in `on_train_begin`: of the state before the first step."""

@@ -230,6 +230,7 @@ def prepare_trial(run: RunConfig, size: int, accumulation: int, output_dir: str)
         eval_strategy="no",
         logging_strategy="no",
         eval_on_save=False,
+        eval_on_start=False,
         load_best_model_at_end=False,
         preserve_best_model=False,
         save_on_error=False,

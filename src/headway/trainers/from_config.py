@@ -160,11 +160,9 @@ def build_datasets(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[Any, An
             "data.train: missing; a run needs training data, for example "
             "{class_path: TokenDataset, init_args: {paths: train.hwt, sequence_length: 1024}}"
         )
-    if run.args.do_eval and run.data.eval is None:
-        raise ConfigError(
-            f"data.eval: missing, but args.eval_strategy={run.args.eval_strategy!r} and "
-            f"args.eval_on_save={run.args.eval_on_save} ask for evaluations"
-        )
+    asked = run.args.asked_evaluations
+    if asked and run.data.eval is None:
+        raise ConfigError(f"data.eval: missing, and needed for evaluations (args: {asked})")
     given = {} if tokenizer is None else {"tokenizer": tokenizer}
     train = _build(run.data.train, "data", "data.train", **given)
     if run.data.eval is None:

@@ -313,11 +313,9 @@ class Trainer(
         """
         if self.train_dataset is None:
             raise ConfigError("train() needs train_dataset")
-        if self.args.do_eval and self.eval_dataset is None:
-            raise ConfigError(
-                f"eval_strategy={self.args.eval_strategy!r} and eval_on_save="
-                f"{self.args.eval_on_save} ask for evaluations, but eval_dataset is not given"
-            )
+        asked = self.args.asked_evaluations
+        if asked and self.eval_dataset is None:
+            raise ConfigError(f"{asked}: eval_dataset is needed for evaluations, and is not given")
         resume = self.args.resume_from_checkpoint
         if resume_from_checkpoint is not None:
             resume = resume_from_checkpoint

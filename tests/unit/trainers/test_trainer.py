@@ -656,7 +656,7 @@ def test_an_evaluation_without_a_label_that_counts_is_told(tmp_path):
 def test_evaluations_on_save_need_data(tmp_path):
     trainer = tiny_trainer(tmp_path, eval_on_save=True, save_strategy="steps")
     trainer.eval_dataset = None
-    with pytest.raises(ConfigError, match="eval_on_save=True ask for evaluations"):
+    with pytest.raises(ConfigError, match="eval_on_save=True: eval_dataset is needed"):
         trainer.train()
 
 
