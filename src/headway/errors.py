@@ -73,13 +73,26 @@ def not_there(path: str | os.PathLike[str]) -> str:
     return f"{path} does not exist; relative paths begin at the current folder, {Path.cwd()}"
 
 
+class UnknownName(str):
+    """That a name is not known, in words; with the name itself, for who knows it elsewhere."""
+
+    kind: str
+    name: object
+    nearest: str | None
+
+
 def unknown(kind: str, given: object, allowed: Iterable[str], *, most: int = 12) -> str:
-    """Say that `given` is no known `kind`, with the nearest name and what is allowed."""
+    """Say that `given` is no known `kind`, with the nearest name and what is allowed.
+
+    What is returned is an `UnknownName`.
+    """
     names = sorted(allowed)
     hint = nearest(str(given), names)
     did_you_mean = f"; did you mean {hint!r}?" if hint else "."
     shown = ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
-    return f"unknown {kind} {given!r}{did_you_mean} Allowed: {shown}"
+    message = UnknownName(f"unknown {kind} {given!r}{did_you_mean} Allowed: {shown}")
+    message.kind, message.name, message.nearest = kind, given, hint
+    return message
 
 
 def missing_extra(package: str, extra: str, purpose: str) -> ConfigError:

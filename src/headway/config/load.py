@@ -22,7 +22,7 @@ from headway.config.group_settings import check_setting
 from headway.config.registry import DEFAULT_MODEL
 from headway.config.schema import ARGUMENT_CLASSES, Component, DataConfig, RunConfig
 from headway.config.typecheck import Problem, conform, field_types
-from headway.errors import ConfigError, nearest, unknown
+from headway.errors import ConfigError, UnknownName, nearest, unknown
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,6 @@ def locate_key(path: str | Path, overrides: Sequence[str], key: str) -> str | No
     return root.locate(key)
 
 
-_UNKNOWN = re.compile(r"unknown (argument|option|key) '(\w+)'\. Allowed: ")
 _PARTS = re.compile(r"(?:callbacks|data|model|tokenizer)(?:\.\w+)*(?=: )")
 
 
@@ -226,15 +225,16 @@ class _Reader:
         """Say of an unknown name which other section has it, where none here is near."""
         sections = {"args": list(field_types(ARGUMENT_CLASSES[trainer]))}
         for number, problem in enumerate(self.problems):
-            found = _UNKNOWN.match(problem.message)
-            if found is None:
+            found = problem.message
+            if not isinstance(found, UnknownName) or found.nearest is not None:
                 continue
             if len(sections) == 1:
                 sections |= self.name_arguments()
-            word, name = found.groups()
-            place = next((key for key, names in sections.items() if name in names), None)
+            place = next((key for key, names in sections.items() if found.name in names), None)
             if place is not None:
-                message = f"unknown {word} {name!r}; did you mean '{place}.{name}'?"
+                message = (
+                    f"unknown {found.kind} {found.name!r}; did you mean '{place}.{found.name}'?"
+                )
                 self.problems[number] = Problem(problem.options, message)
 
     def name_arguments(self) -> dict[str, list[str]]:
