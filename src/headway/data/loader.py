@@ -229,9 +229,10 @@ class WindowLoader:
         ranks = self._own_share(ranks)
         stream = self._make_stream()
         stream.ranks = ranks
-        stream.open(seed=self.seed, epoch=self.epoch)
-        while stream.is_open and (chunks := _read(stream, self._chunks_for(1))):
-            yield self._share_out(chunks, ranks)
+        with stream.returning():
+            stream.open(seed=self.seed, epoch=self.epoch)
+            while stream.is_open and (chunks := _read(stream, self._chunks_for(1))):
+                yield self._share_out(chunks, ranks)
 
     def read_one(self) -> Any:
         """A batch of one sample from the beginning of the data; None where there is none."""

@@ -10,9 +10,11 @@ change the order, and with it what a stored position means.
 from __future__ import annotations
 
 import base64
+import copy
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -212,6 +214,16 @@ class SampleStream:
             )
         return state
 
+    @contextmanager
+    def returning(self) -> Iterator[None]:
+        """Around a pass that may be cut short: the next one begins where this one did."""
+        begin = copy.deepcopy(self.dataset.state_dict()) if self.has_state else None
+        try:
+            yield
+        finally:
+            if begin is not None and self.is_open:
+                self.dataset.load_state_dict(begin)
+
     def prepare(self, state: dict[str, Any] | None) -> None:
         """Nothing of a stream of samples outlives its epoch."""
 
@@ -303,6 +315,10 @@ class BatchStream:
     def close(self) -> None:
         self._batches = None
         self._pending = []
+
+    def returning(self) -> AbstractContextManager[None]:
+        """Loaders of batches begin anew with every pass."""
+        return nullcontext()
 
     def prepare(self, state: dict[str, Any] | None) -> None:
         """Take over what outlives the epoch, in case the next one starts without reading on."""

@@ -1,5 +1,6 @@
 import json
 import logging
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -118,6 +119,15 @@ def test_an_epoch_that_was_read_to_its_end_is_not_read_again(num_workers, epoch_
                             [[106]]]  # fmt: skip
     for stop in range(1, len(expected) + 1):
         assert two_epochs(Restarting, stop, **options) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_evaluation_that_is_cut_short_leaves_the_data_where_it_was(num_workers):
+    loader = WindowLoader(Stateful(20), batch_size=2, num_workers=num_workers)
+    cut = [[batch.tolist() for batch in islice(loader.batches(), 3)] for _ in range(2)]
+    whole = [[batch.tolist() for batch in loader.batches()] for _ in range(2)]
+    assert cut == [[[0, 1], [2, 3], [4, 5]]] * 2
+    assert whole == [[[n, n + 1] for n in range(0, 20, 2)]] * 2
 
 
 def test_replay_is_announced_and_state_avoids_it(caplog):
