@@ -210,6 +210,7 @@ def test_a_signal_saves_and_stops_and_is_no_reason_to_restart(
     with started(*TRAIN, *words) as process:
         wait_for(process, "holding")
         process.send_signal(signal.SIGUSR1)
+        wait_for(process, "SIGUSR1: saving")
         (folder / "gate").write_text("open")
         wait_for(process, "holding")
         process.send_signal(number)
@@ -230,6 +231,7 @@ def test_sigusr1_saves_and_goes_on(folder: Path) -> None:
     with started(*TRAIN, *words, "--args.save_total_limit=null") as process:
         wait_for(process, "holding")
         process.send_signal(signal.SIGUSR1)
+        wait_for(process, "SIGUSR1: saving")
         (folder / "gate").write_text("open")
         _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err

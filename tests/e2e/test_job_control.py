@@ -208,6 +208,7 @@ def test_two_ranks_under_the_launcher_by_commands_and_by_signals(folder: Path) -
         wait_for(process, "job pair:")
         paused = send("pause", "pair")["step"]
         process.send_signal(signal.SIGUSR1)  # to the launcher, which asks one rank to save
+        wait_for(process, "SIGUSR1: saving")
         assert send("resume", "pair")["step"] == paused
         receipt = send("save", "pair")
         assert receipt["step"] in saved("out")
