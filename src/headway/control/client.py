@@ -97,7 +97,7 @@ class Client:
         body = {"command": command, "id": command_id, "data": data or {}}
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         # A run that ends may be gone before it is asked again; its stream says all to the last.
-        stream = self._try_stream() if wait else None
+        stream = self.try_stream() if wait else None
         try:
             receipt: dict[str, Any] = self._ask("POST", "control", role="control", body=body)
             if wait:
@@ -112,7 +112,7 @@ class Client:
         return receipt
 
     def _wait(
-        self, receipt: dict[str, Any], limit_s: float, stream: _Stream | None
+        self, receipt: dict[str, Any], limit_s: float, stream: Stream | None
     ) -> dict[str, Any]:
         """The receipt once it is settled."""
         command, command_id = receipt["command"], receipt["id"]
@@ -139,15 +139,16 @@ class Client:
                 return {**receipt, "settled_at": time.time(), **last}
         return receipt
 
-    def _try_stream(self) -> _Stream | None:
+    def try_stream(self) -> Stream | None:
+        """The events from now on, which keep until they are read; None if it cannot be had."""
         try:
-            return _Stream(self, None)
+            return Stream(self, None)
         except ControlError:
             return None  # what is wrong, the command will tell
 
     def events(self, after: int | None = None) -> Iterator[dict[str, Any]]:
         """What happens to the run, as it happens, until the run ends."""
-        stream = _Stream(self, after)
+        stream = Stream(self, after)
         try:
             while (event := stream.read()) is not None:
                 yield event
@@ -255,7 +256,7 @@ class AsyncClient:
 
     async def events(self, after: int | None = None) -> AsyncIterator[dict[str, Any]]:
         """As `Client.events`."""
-        stream = await asyncio.to_thread(_Stream, self._client, after)
+        stream = await asyncio.to_thread(Stream, self._client, after)
         try:
             while (event := await asyncio.to_thread(stream.read)) is not None:
                 yield event
@@ -264,7 +265,7 @@ class AsyncClient:
             stream.close()
 
 
-class _Stream:
+class Stream:
     """The events of a job over a connection of its own."""
 
     def __init__(self, client: Client, after: int | None) -> None:

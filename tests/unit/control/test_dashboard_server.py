@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from headway.checkpoint import CheckpointManager
+from headway.control.client import ControlError
 from headway.control.discovery import Registration
 from headway.control.inbox import Inbox
 from headway.control.schema import COMMANDS
@@ -23,12 +25,14 @@ from headway.control.status import StatusBoard
 
 pytest.importorskip("aiohttp")
 from headway.control.dashboard.answers import Answers
+from headway.control.dashboard.checkpoints import Checkpoints
 from headway.control.dashboard.mounted import mount
-from headway.control.dashboard.shelf import Shelf
+from headway.control.dashboard.shelf import Place, Shelf
 from headway.control.dashboard.standalone import DashboardServer
 from headway.control.server import ControlServer
 from headway.engine.post_mortem import render_text
 from headway.engine.process_note import write_note
+from headway.testing.contents import make_contents
 
 CONTROL, READ = "c" * 64, "r" * 64
 NOW = time.time()
@@ -248,6 +252,7 @@ def test_a_run_that_was_made_shorter_by_command_and_did_that_is_finished(tmp_pat
 DEAD = """
 import os, signal, sys
 from headway.engine.process_note import write_note
+from headway.testing.contents import make_contents
 write_note(sys.argv[1], command=sys.argv[2:], resumes=False, directory="/somewhere", world_size=2)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -363,7 +368,7 @@ def test_a_folder_that_vanishes_is_a_404_and_others_stay(tmp_path, open_board, m
     assert answer["valid_runs"] == [ids["two"]]
     assert board.ids() == {"two": ids["two"]}
     shutil.rmtree(tmp_path / "two")
-    assert board.get("/api/runs") == {"runs": []}
+    assert board.get("/api/runs")["runs"] == []
 
 
 def test_a_log_that_vanishes_under_a_known_run_leaves_what_was_read(tmp_path, open_board):
@@ -375,7 +380,7 @@ def test_a_log_that_vanishes_under_a_known_run_leaves_what_was_read(tmp_path, op
     (tmp_path / "run" / "run" / "config.json").write_text("{torn")
     assert board.get(f"/api/runs/{run}/series?keys=loss")["series"]["loss"]["total"] == 3
     assert board.get(f"/api/runs/{run}/config")["config"] == {}
-    assert board.get(f"/api/runs/{run}/checkpoints") == {"checkpoints": []}
+    assert board.get(f"/api/runs/{run}/checkpoints")["checkpoints"] == []
 
 
 def test_links_lead_to_no_other_run(tmp_path, open_board):
@@ -400,7 +405,43 @@ def test_curves_in_memory_are_few(tmp_path, monkeypatch):
             assert run in held and len(held) <= 2
 
 
+def test_of_too_many_runs_the_newest_and_those_of_live_jobs_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr("headway.control.dashboard.shelf._MOST_RUNS", 3)
+    for number in range(6):
+        log = write_run(tmp_path / "runs" / f"run-{number}", records_of(1))
+        for path in (log, log.parent / "run" / "config.json"):
+            os.utime(path, (NOW + number, NOW + number))
+    live = write_run(tmp_path / "elsewhere" / "live", records_of(1)).parent
+    os.utime(live / "trainer_logs.jsonl", (NOW - 9000, NOW - 9000))
+    os.utime(live / "run" / "config.json", (NOW - 9000, NOW - 9000))
+    said = json.loads(Answers(Shelf([tmp_path / "runs"], lambda: [Place(live)])).ask("runs"))
+    assert {run["name"] for run in said["runs"]} == {"live", "run-4", "run-5"}
+    assert said["left_out"] == 4
+
+
 # -- other files ------------------------------------------------------------------------------
+
+
+def test_of_many_checkpoints_the_newest_are_listed_and_the_best_of_all(tmp_path, monkeypatch):
+    monkeypatch.setattr("headway.control.dashboard.checkpoints._MOST_SHOWN", 2)
+    manager = CheckpointManager(tmp_path, save_total_limit=None)
+    for step, loss in ((1, 9.0), (2, 1.0), (3, 5.0), (4, 4.0), (5, 3.0)):
+        manager.save(make_contents(), step, metric=loss)
+    listed, num_left_out = Checkpoints(tmp_path).list({"metric_for_best_model": "loss"})
+    assert [(one["step"], one["best"]) for one in listed] == [(5, False), (4, False), (2, True)]
+    assert num_left_out == 2
+
+
+def test_the_best_checkpoint_is_so_by_the_metric_that_the_run_keeps_checkpoints_by(tmp_path):
+    manager = CheckpointManager(tmp_path, save_total_limit=None)
+    for step, accuracy in ((1, 0.25), (2, 0.75), (3, 0.5)):
+        manager.save(make_contents(), step, metric=accuracy)
+    args = {"metric_for_best_model": "loss", "greater_is_better": False}
+    kept_by = {"preserve_best_model": True, "best_model_metric": "eval_accuracy"}
+    direction = {"best_model_greater_is_better": True}
+    for given, best in ((args, 1), (args | kept_by | direction, 2), (args | kept_by, 2)):
+        listed, _ = Checkpoints(tmp_path).list(given)
+        assert [one["step"] for one in listed if one["best"]] == [best]
 
 
 def test_configuration_and_differences(tmp_path, open_board):
@@ -743,7 +784,7 @@ def test_a_live_job_is_listed_shown_and_steered(tmp_path, open_board, monkeypatc
         assert again.post(f"{path}/control", {"command": "pause"}, 410)["error"]
         job.server.stop()
         job.files.remove()
-        assert again.get("/api/runs") == {"runs": []}
+        assert again.get("/api/runs")["runs"] == []
     finally:
         job.server.stop()
 
@@ -761,5 +802,82 @@ def test_an_impostor_at_a_job_s_address_gets_no_token(tmp_path, open_board):
         refused = board.post(f"/api/runs/{run['id']}/control", {"command": "abort"}, 502)
         assert "is not that job" in refused["error"] and not job.inbox.pending
         assert math.isclose(run["latest"]["loss"], 0.25)
+    finally:
+        job.server.stop()
+
+
+def test_jobs_that_do_not_answer_are_asked_together_and_not_at_every_look(
+    tmp_path, open_board, monkeypatch
+):
+    num_jobs, asked = 6, []
+    together = threading.Barrier(num_jobs)
+
+    class Silent:
+        def __init__(self, job, timeout_s):
+            self.job = job
+
+        def status(self):
+            asked.append(self.job.endpoint.job_id)
+            together.wait(5)
+            raise ControlError("the job does not answer: timed out")
+
+    monkeypatch.setattr("headway.control.dashboard.live.Client", Silent)
+    for number in range(num_jobs):
+        write_run(tmp_path / f"run-{number}", records_of(2, end=False, start=NOW))
+        files = Registration(f"job-{number}", tmp_path / "jobs")
+        place = {"output_dir": str(tmp_path / f"run-{number}"), "logging_dir": None}
+        files.write_endpoint("127.0.0.1", 1, None, **place, run_name=None, version="1")
+    board = open_board(tmp_path / "run-0")
+    for _ in range(2):
+        assert {run["state"] for run in board.get("/api/runs")["runs"]} == {"running"}
+    assert len(asked) == num_jobs and not together.broken
+
+
+class Leaving(Job):
+    """Ends as soon as it has settled a command, before anybody has asked for the receipt."""
+
+    def settle_and_leave(self, command_id, state, message):
+        if state is not None:
+            told = {"id": command_id, "state": state, "step": 7, "message": message}
+            self.board.announce("command", **told)
+        self.server.stop()
+        self.files.remove()
+
+
+@pytest.mark.parametrize(
+    ("command", "state", "told"),
+    [
+        ("save_and_stop", "failed", "failed"),
+        ("save_and_stop", "applied", "applied"),
+        ("graceful_stop", None, "applied"),
+    ],
+)
+def test_what_became_of_the_last_command_of_a_run_is_what_the_run_said(
+    tmp_path, open_board, command, state, told
+):
+    write_run(tmp_path / "live", records_of(4, end=False, start=NOW))
+    job = Leaving(tmp_path / "jobs", tmp_path / "live")
+    board = open_board(tmp_path / "live")
+    path = f"/api/runs/{board.ids()['live']}"
+    try:
+        board.post(f"{path}/control", {"command": command, "id": "c1"})
+        job.settle_and_leave("c1", state, "disk full")
+        receipt = board.get(f"{path}/commands/c1")
+        assert (receipt["state"], receipt["settled_at"] is None) == (told, False)
+        assert receipt["message"] == ("disk full" if state else "the run has ended")
+        assert board.get(f"{path}/commands/c1")["state"] == told
+    finally:
+        job.server.stop()
+
+
+def test_of_a_save_that_nobody_heard_of_again_it_is_not_said_that_it_was_done(tmp_path, open_board):
+    write_run(tmp_path / "live", records_of(4, end=False, start=NOW))
+    job = Leaving(tmp_path / "jobs", tmp_path / "live")
+    board = open_board(tmp_path / "live")
+    path = f"/api/runs/{board.ids()['live']}"
+    try:
+        board.post(f"{path}/control", {"command": "save_and_stop", "id": "c1"})
+        job.settle_and_leave("c1", None, "")
+        assert "is not known" in board.get(f"{path}/commands/c1", 410)["error"]
     finally:
         job.server.stop()

@@ -87,7 +87,8 @@ class Answers:
                         run.catch_up(until)
                     finally:
                         run.lock.release()
-        return {"runs": [_describe(run) for run in runs]}
+        left_out = self._shelf.num_left_out
+        return {"runs": [_describe(run) for run in runs], "left_out": left_out}
 
     def _diff(self, query: Query) -> Any:
         given = _read_query(query, ("runs",))
@@ -177,7 +178,8 @@ class Answers:
 
     def _checkpoints(self, run: Run, query: Query) -> Any:
         _read_query(query, ())
-        return {"checkpoints": run.checkpoints.list(run.args())}
+        listed, num_left_out = run.checkpoints.list(run.args())
+        return {"checkpoints": listed, "left_out": num_left_out}
 
     def _samples(self, run: Run, query: Query) -> Any:
         given = _read_query(query, ("limit",))

@@ -26,6 +26,7 @@ from headway.checkpoint.manifest import (
     verify,
 )
 from headway.checkpoint.owner import NONCE_PATTERN, owner_state
+from headway.config.arguments import greater_is_better
 from headway.control.schema import BadRequest
 
 _MOST_SHOWN = 200
@@ -45,17 +46,21 @@ class Checkpoints:
         self._verifying = threading.Lock()
         self._under_way: str | None = None
 
-    def list(self, args: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The newest first; `args` are the run's arguments, which say what is best."""
-        found = committed(self._folder)[-_MOST_SHOWN:]
+    def list(self, args: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
+        """The newest first, with the best one, and how many older ones are left out; `args` are
+        the run's arguments, which say what is best."""
+        found = committed(self._folder)
         best = _find_best(found, args)
-        listed = [self._describe(one, one.path.name == best) for one in found]
-        known = {one["name"] for one in listed}
+        shown = found[-_MOST_SHOWN:]
+        shown = [one for one in found[:-_MOST_SHOWN] if one.path.name == best] + shown
+        listed = [self._describe(one, one.path.name == best) for one in shown]
+        known = {one.path.name for one in found}
         for path, reason in damaged_manifests(self._folder).items():
             if path.name not in known:
                 listed.append(_entry(path, "damaged", reason))
         listed += _find_drafts(self._folder)
-        return sorted(listed, key=lambda one: (one["step"] or 0, one["name"]), reverse=True)
+        listed.sort(key=lambda one: (one["step"] or 0, one["name"]), reverse=True)
+        return listed, len(found) - len(shown)
 
     def _describe(self, one: CommittedCheckpoint, best: bool) -> dict[str, Any]:
         digest, problems = self._verified.get(one.path.name, ("", []))
@@ -135,9 +140,13 @@ def _find_drafts(folder: Path) -> list[dict[str, Any]]:
 
 
 def _find_best(found: list[CommittedCheckpoint], args: Mapping[str, Any]) -> str | None:
-    greater = args.get("greater_is_better")
+    # By the metric that decides which checkpoints are kept.
+    names = ("metric_for_best_model", "greater_is_better")
+    if args.get("preserve_best_model") is True:
+        names = ("best_model_metric", "best_model_greater_is_better")
+    greater = args.get(names[1])
     if not isinstance(greater, bool):
-        greater = not str(args.get("metric_for_best_model") or "loss").endswith("loss")
+        greater = greater_is_better(str(args.get(names[0]) or "loss"))
     best: CommittedCheckpoint | None = None
     for one in found:
         metric = one.manifest.metric

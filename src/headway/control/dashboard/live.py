@@ -6,14 +6,16 @@ what commands mean (control/schema.py), what files tell (answers.py).
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from headway.control.client import ENDS_RUN, Client, ControlError
+from headway.control.client import ENDS_RUN, Client, ControlError, Stream
 from headway.control.dashboard.shelf import Place, run_id_of
 from headway.control.dashboard.source import Threads
 from headway.control.discovery import Job, list_jobs
@@ -27,7 +29,14 @@ Status = Mapping[str, Any]
 
 _TIMEOUT_S = 3.0
 _FRESH_S = 1.0
-_MOST_SENT = 256
+_SILENT_S = 10.0
+"""How long one that did not answer is not asked again: those who look wait for each try."""
+_MOST_AT_ONCE = 16
+_MOST_SENT, _MOST_STREAMS = 256, 8
+_NOT_SETTLED_S, _LOOK_S = 5.0, 0.1
+"""How long an answer waits for a command to be settled; and how often it looks."""
+_ENDS_WITHOUT_A_SAVE = ("graceful_stop", "abort")
+"""Of these the end of the run is all that was asked for."""
 
 
 class Live(Protocol):
@@ -65,10 +74,15 @@ class OwnJob:
         return take_command(self._inbox, said)
 
     async def receipt(self, run_id: str, command_id: str) -> dict[str, Any]:
-        receipt = self._inbox.receipt(command_id)
-        if receipt is None:
-            raise BadRequest(404, "no command with that id is known")
-        return receipt.to_dict()
+        # This server ends with the run: what became of its last command, who asks already hears.
+        deadline = time.monotonic() + _NOT_SETTLED_S
+        while True:
+            receipt = self._inbox.receipt(command_id)
+            if receipt is None:
+                raise BadRequest(404, "no command with that id is known")
+            if receipt.settled_at is not None or time.monotonic() > deadline:
+                return receipt.to_dict()
+            await asyncio.sleep(_LOOK_S)
 
 
 class FoundJobs:
@@ -77,9 +91,12 @@ class FoundJobs:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._threads = Threads(num_threads=4)
+        self._askers = ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="headway-jobs")
         self._clients: dict[str, Client] = {}
-        self._statuses: dict[str, tuple[float, Status | None]] = {}
+        self._statuses: dict[str, tuple[Job, float, Status | None]] = {}
         self._sent: OrderedDict[tuple[str, str], dict[str, Any]] = OrderedDict()
+        self._streams: OrderedDict[tuple[str, str], Stream] = OrderedDict()
+        """Of jobs that were told to end: what they said to the last."""
 
     def places(self) -> list[Place]:
         """Where the runs of live jobs are."""
@@ -100,16 +117,25 @@ class FoundJobs:
 
     async def command(self, run_id: str, said: Any) -> dict[str, Any]:
         command = parse_command(said)
-        client = await self._threads.run(self._client_of, run_id)
+        client, key = await self._threads.run(self._client_of, run_id), (run_id, command.id)
 
         def send() -> dict[str, Any]:
+            # A run that ends may be gone before it is asked again; its stream says all to the last.
+            if command.name in ENDS_RUN and key not in self._streams:
+                self._keep_stream(key, client.try_stream())
             return client.send(command.name, dict(command.data), wait=False, command_id=command.id)
 
         receipt = await self._threads.run(_translate, send)
-        self._sent[run_id, command.id] = receipt
+        self._sent[key] = receipt
         while len(self._sent) > _MOST_SENT:
             self._sent.popitem(last=False)
         return receipt
+
+    def _keep_stream(self, key: tuple[str, str], stream: Stream | None) -> None:
+        if stream is not None:
+            self._streams[key] = stream
+        while len(self._streams) > _MOST_STREAMS:
+            self._streams.popitem(last=False)[1].close()
 
     async def receipt(self, run_id: str, command_id: str) -> dict[str, Any]:
         if not COMMAND_ID.fullmatch(command_id):
@@ -122,12 +148,34 @@ class FoundJobs:
             gone = run_id not in await self._threads.run(self._jobs)
             if known is None or not gone:
                 raise
-            receipt = _receipt_of_the_gone(known)
+            receipt = await self._threads.run(self._last_word, (run_id, command_id), known)
         if known is not None:
             self._sent[run_id, command_id] = receipt
+        if receipt.get("settled_at") is not None:
+            self._drop_stream((run_id, command_id))
         return receipt
 
+    def _last_word(self, key: tuple[str, str], known: dict[str, Any]) -> dict[str, Any]:
+        """What became of a command whose job has ended."""
+        if known.get("settled_at") is not None:
+            return known
+        stream, command = self._streams.get(key), known.get("command")
+        said = None if stream is None else stream.find_command(key[1])
+        if said is None and command in _ENDS_WITHOUT_A_SAVE:
+            said = {"state": "applied", "message": "the run has ended"}
+        if said is None:
+            self._drop_stream(key)
+            raise BadRequest(410, f"the run has ended; what became of {command} is not known")
+        return {**known, **said, "settled_at": time.time()}
+
+    def _drop_stream(self, key: tuple[str, str]) -> None:
+        if (stream := self._streams.pop(key, None)) is not None:
+            stream.close()
+
     async def close(self) -> None:
+        for key in list(self._streams):
+            self._drop_stream(key)
+        self._askers.shutdown(wait=False, cancel_futures=True)
         await self._threads.close()
 
     def _jobs(self) -> dict[str, Job]:
@@ -154,18 +202,21 @@ class FoundJobs:
         for table in (self._clients, self._statuses):
             for run_id in [key for key in table if key not in jobs]:
                 table.pop(run_id, None)  # type: ignore[attr-defined]
-        return {run_id: self._status(job) for run_id, job in jobs.items()}
+        # Together: one that does not answer must not keep the others waiting.
+        return dict(zip(jobs, self._askers.map(self._status, jobs.values())))
 
     def _status(self, job: Job) -> Status | None:
         run_id = run_id_of(Path(job.endpoint.output_dir))
-        asked_at, known = self._statuses.get(run_id, (-_FRESH_S, None))
-        if time.monotonic() - asked_at < _FRESH_S:
-            return known
+        before = self._statuses.get(run_id)
+        if before is not None and before[0].endpoint == job.endpoint:
+            _, asked_at, known = before
+            if time.monotonic() - asked_at < (_SILENT_S if known is None else _FRESH_S):
+                return known
         try:
             known = self._client_of(run_id).status()
         except (ControlError, BadRequest):
             known = None
-        self._statuses[run_id] = time.monotonic(), known
+        self._statuses[run_id] = job, time.monotonic(), known
         return known
 
 
@@ -184,16 +235,6 @@ def _translate(ask: Any) -> dict[str, Any]:
         more = {key: value for key, value in said.items() if key != "error"}
         raise BadRequest(status, str(error), **more) from None
     return answer
-
-
-def _receipt_of_the_gone(receipt: dict[str, Any]) -> dict[str, Any]:
-    """What became of a command whose job has ended, and with it the last word about it."""
-    if receipt.get("settled_at") is not None:
-        return receipt
-    applied = receipt.get("command") in ENDS_RUN
-    message = "the run has ended" if applied else "the run ended before it was heard what became"
-    state = "applied" if applied else "failed"
-    return {**receipt, "state": state, "message": message, "settled_at": time.time()}
 
 
 def _path(given: str | None) -> Path | None:

@@ -74,7 +74,7 @@ class Routes:
             join_status(run, statuses[run["id"]]) if run["id"] in statuses else run
             for run in said["runs"]
         ]
-        return answer_json({"runs": runs})
+        return answer_json({**said, "runs": runs})
 
     async def _diff(self, request: web.Request) -> web.StreamResponse:
         return _send(await self._source.ask("diff", None, list(request.query.items())))

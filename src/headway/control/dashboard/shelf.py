@@ -1,6 +1,7 @@
 """Which runs there are, and the ids by which they are asked for.
 
-Owns: finding folders that hold a run, their ids and names, and how many curves stay in memory.
+Owns: finding folders that hold a run, their ids and names, which of too many are shown, and how
+many curves stay in memory.
 Does not own: what a run is (run.py).
 """
 
@@ -12,12 +13,12 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from headway.checkpoint.manifest import MANIFEST_NAME
-from headway.control.dashboard.files import is_file_inside
+from headway.control.dashboard.files import is_file_inside, modified_at
 from headway.control.dashboard.run import Run
 from headway.control.run_log import LOG_NAMES
 from headway.control.schema import BadRequest
@@ -27,6 +28,7 @@ _LOOK_S = 2.0
 _DEEPEST = 4
 _MOST_FOLDERS = 20_000
 _MOST_RUNS = 500
+"""Shown at once: those of live jobs, and of the others the newest."""
 _MOST_WITH_CURVES = 12
 _NOT_ENTERED = re.compile(
     r"\..*|checkpoint-\d+.*|merged-\d+.*|export-\d+.*|runs?|node_modules|__.*"
@@ -58,6 +60,8 @@ class Shelf:
     ) -> None:
         self._roots, self._more = list(roots), more
         self._runs: dict[str, Run] = {}
+        self.num_left_out = 0
+        """How many runs there were beyond those that are shown."""
         self._with_curves: OrderedDict[str, None] = OrderedDict()
         self._look_again_at = 0.0
         self._lock = threading.Lock()
@@ -100,13 +104,18 @@ class Shelf:
                     oldest.lock.release()
 
     def _look(self) -> None:
-        found: dict[str, Run] = {}
+        places: dict[str, Place] = {}
         for place in self._places():
-            run_id = run_id_of(place.folder)
-            if run_id in found or len(found) >= _MOST_RUNS:
-                continue
-            known = self._runs.get(run_id)
+            places.setdefault(run_id_of(place.folder), place)
+        live = {run_id_of(place.folder): place for place in (self._more() if self._more else ())}
+        places = {**live, **places}
+        shown = _choose(places, live)
+        self.num_left_out = len(places) - len(shown)
+        found: dict[str, Run] = {}
+        for run_id in shown:
+            place = places[run_id]
             name = place.name or place.folder.name or str(place.folder)
+            known = self._runs.get(run_id)
             found[run_id] = known or Run(run_id, name, place.folder, place.logging_dir)
         self._runs = found
 
@@ -116,8 +125,23 @@ class Shelf:
                 inner = os.path.relpath(folder, root)
                 name = Path(os.path.realpath(root)).name if inner == "." else inner
                 yield Place(folder, None, name)
-        if self._more is not None:
-            yield from self._more()
+
+
+def _choose(places: Mapping[str, Place], live: Container[str]) -> list[str]:
+    """The ids of the runs that are shown, in the order in which they were found."""
+    if len(places) <= _MOST_RUNS:
+        return list(places)
+    written = {run_id: _written_at(place) for run_id, place in places.items()}
+    newest = sorted(places, key=lambda run_id: (run_id in live, written[run_id]), reverse=True)
+    kept = set(newest[:_MOST_RUNS])
+    return [run_id for run_id in places if run_id in kept]
+
+
+def _written_at(place: Place) -> float:
+    """When something was last written of a run."""
+    parts = [*((name,) for name in LOG_NAMES), ("run", "config.json")]
+    times = [modified_at(place.folder, *names) for names in parts]
+    return max((t for t in times if t is not None), default=0.0)
 
 
 def find_run_folders(root: Path) -> list[Path]:

@@ -19,6 +19,7 @@ const MOST_WAIT_MS = 30000;
 const page = {
   session: null,
   runs: [],
+  numLeftOut: 0, // of too many, only the newest are sent
   focus: null,
   status: null,
   colours: new Map(), // run id -> colour, for the runs in the charts
@@ -106,7 +107,7 @@ function settleFocus() {
 
 function render() {
   const run = focused();
-  list.show(page.runs, page.focus, page.colours);
+  list.show(page.runs, page.focus, page.colours, page.numLeftOut);
   show(byId("run-list"), page.session.standalone || page.runs.length > 1);
   setAttr(byId("workspace"), "data-single", page.session.standalone || page.runs.length > 1 ? null : "true");
   show(byId("main"), run !== null); // nothing is left of a run whose folder is gone
@@ -135,7 +136,9 @@ async function lookOnce() {
     await commands.load();
     enter();
   }
-  page.runs = (await get("/api/runs")).runs;
+  const answer = await get("/api/runs");
+  page.runs = answer.runs;
+  page.numLeftOut = answer.left_out ?? 0;
   settleFocus();
   const run = focused();
   page.status = run && isLive(run) ? await get(runPath(run.id, "status")) : null;

@@ -35,6 +35,7 @@ const VERB = {
   set_log_level: "Set the level",
 };
 const DANGER = new Set(GROUPS[2]);
+const ENDS_WITHOUT_A_SAVE = new Set(["graceful_stop", "abort"]);
 const SETTLED = new Set(["applied", "refused", "failed"]);
 
 function nameOf(command) {
@@ -172,10 +173,10 @@ export class Commands {
       Object.assign(receipt, { state, step, message, unseen: 0 });
       if (SETTLED.has(state)) announce(`${nameOf(receipt.command)}: ${describe(receipt)}`);
     } catch (error) {
-      // Nobody is left to ask; of a command that ends the run, that is the answer.
+      // Nobody is left to ask; where the end of the run is all that was asked for, that is the answer.
       receipt.unseen = (receipt.unseen ?? 0) + 1;
       const ended = error instanceof Refused || receipt.unseen > 10;
-      if (ended && DANGER.has(receipt.command)) receipt.state = "applied";
+      if (ended && ENDS_WITHOUT_A_SAVE.has(receipt.command)) receipt.state = "applied";
       else receipt.gone = ended;
     }
   }

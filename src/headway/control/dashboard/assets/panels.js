@@ -73,8 +73,8 @@ function diffParts(rows, names) {
 
 export async function showCheckpoints(run, session) {
   const panel = byId("panel-checkpoints");
-  const { checkpoints } = await get(runPath(run.id, "checkpoints"));
-  fill(panel, [run.id, checkpoints, session], () => {
+  const { checkpoints, left_out: numLeftOut } = await get(runPath(run.id, "checkpoints"));
+  fill(panel, [run.id, checkpoints, numLeftOut, session], () => {
     if (!checkpoints.length) return [empty("No checkpoint is in the run's folder yet.")];
     const verifiable = session.standalone && session.role === "control";
     const columns = [
@@ -98,7 +98,8 @@ export async function showCheckpoints(run, session) {
       if (verifiable) cells.push(verifyButton(run, checkpoint, state));
       return cells;
     });
-    return [table("Checkpoints", columns, rows)];
+    const older = numLeftOut ? [el("p", { class: "quiet" }, `${format.count(numLeftOut)} older checkpoints are not listed.`)] : [];
+    return [table("Checkpoints", columns, rows), ...older];
   });
 }
 

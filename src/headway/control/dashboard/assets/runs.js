@@ -39,8 +39,8 @@ export class RunList {
     if (matchMedia("(max-width: 899px)").matches) byId("run-drawer").open = false;
   }
 
-  show(runs, focus, colours) {
-    this.last = [runs, focus, colours];
+  show(runs, focus, colours, numLeftOut) {
+    this.last = [runs, focus, colours, numLeftOut];
     const wanted = byId("run-filter").value.toLowerCase();
     const listed = runs
       .filter((run) => run.name.toLowerCase().includes(wanted) || run.state.includes(wanted))
@@ -58,7 +58,7 @@ export class RunList {
       this.fillRow(row, run, run.id === focus, colours.get(run.id) ?? null);
       if (list.children[i] !== row.box) list.insertBefore(row.box, list.children[i] ?? null);
     });
-    setText(byId("run-count"), runs.length === 1 ? "1 run" : `${runs.length} runs`);
+    setText(byId("run-count"), countRuns(runs.length, numLeftOut));
     show(byId("runs-empty"), listed.length === 0);
     setText(byId("runs-empty"), runs.length ? "No run has that in its name." : "No runs here yet.");
   }
@@ -98,6 +98,11 @@ export class RunList {
     row.tick.checked = colour !== null;
     row.tick.className = colour ?? "";
   }
+}
+
+function countRuns(shown, leftOut) {
+  if (leftOut) return `The newest ${shown} of ${format.count(shown + leftOut)} runs`;
+  return shown === 1 ? "1 run" : `${shown} runs`;
 }
 
 export function showState(pill, state) {
