@@ -141,6 +141,22 @@ def test_of_two_records_of_one_step_the_later_one_counts(runs, capsys):
     assert (found["x"], found["y"]) == ([1, 2, 3], [0.1, 0.1, 0.05])
 
 
+def test_what_was_rolled_back_is_in_no_curve(runs, capsys):
+    def train(step, loss):
+        tokens, seconds = 100 * step, START_S + 200 + step
+        facts = {"type": "train", "global_step": step, "loss": loss, "total_tokens": tokens}
+        return {**facts, "timestamp": seconds}
+
+    rollback = {"type": "rollback", "timestamp": START_S + 190, "global_step": 2}
+    extra = [train(6, 9.0), rollback, train(3, 2.5), train(5, 1.5)]
+    write_run(runs / "back", [5.0, 4.0, 7.0, 8.0], extra=extra)
+    found = curve(capsys, "back")
+    assert (found["x"], found["y"]) == ([1, 2, 3, 5], [5, 4, 2.5, 1.5])
+    assert curve(capsys, "back", "--by", "tokens")["x"] == [100, 200, 300, 500]
+    hours = curve(capsys, "back", "--by", "time")["x"]
+    assert hours == sorted(hours)
+
+
 def test_a_log_elsewhere_is_found_from_anywhere(runs, capsys, monkeypatch):
     pytest.importorskip("plotly")
     elsewhere = runs / "logs"

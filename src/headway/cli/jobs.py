@@ -64,7 +64,9 @@ def _describe(job: Any) -> dict[str, Any]:
     endpoint = job.endpoint
     facts = {key: value for key, value in endpoint.to_dict().items() if key not in _HIDDEN}
     facts |= {"alive": job.alive, "elsewhere": job.elsewhere}
-    facts["address"] = endpoint.unix_socket or f"http://{_bracket(endpoint.host)}:{endpoint.port}"
+    scheme = "http" if endpoint.tls_certificate is None else "https"
+    address = f"{scheme}://{_bracket(endpoint.host)}:{endpoint.port}"
+    facts["address"] = endpoint.unix_socket or address
     if job.gone:
         return {**facts, "status": "gone", **_examine(endpoint)}
     try:
@@ -101,7 +103,8 @@ def _examine(endpoint: Any) -> dict[str, Any]:
         error = f"process {endpoint.pid} is gone; {why}"
         return {"post_mortem": {"error_type": "lost", "error": error}}
     kept = ("step", "error_type", "error", "checkpoint", "resume_command", "directory")
-    return {"post_mortem": {key: report.get(key) for key in kept}, "global_step": report["step"]}
+    told = {key: report.get(key) for key in kept}
+    return {"post_mortem": told, "global_step": told["step"]}
 
 
 def _is_note_of(note: dict[str, Any] | None, endpoint: Any) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from headway.callbacks.log.json_reader import read_json_log
 from headway.control.run_log import (
     LOG_NAMES,
+    REWINDS,
     IncidentFinder,
     Places,
     incident_of_dump,
@@ -162,23 +162,22 @@ def read_series(run: Run, metric: str, by: str = "step") -> Series:
     """A metric over steps, tokens, or hours of training.
 
     Hours are counted while a process trained: the time between a stop and the resume is left out.
-    Of two records of one step the later one counts.
+    Of two records of one step the later one counts; what came after the step to which a run was
+    rolled back, or from which it was resumed, did not happen.
     """
     found: dict[int, tuple[float, float]] = {}
-    for place, record in _places(run, by):
-        value = number_of(record.get(metric))
-        if value is not None and place is not None:
-            found[step_of(record)] = place, value
-    return Series([x for x, _ in found.values()], [y for _, y in found.values()])
-
-
-def _places(run: Run, by: str) -> Iterator[tuple[float | None, dict[str, Any]]]:
-    """Records of training and evaluation, each with its place on an axis."""
     places = Places()
     for record in run.records:
-        if (place := places.find(record)) is not None:
-            on_axes = {"step": place.step, "tokens": place.tokens, "time": place.seconds / 3600}
-            yield on_axes[by], record
+        place, step = places.find(record), step_of(record)
+        if record.get("type") in REWINDS:
+            found = {known: point for known, point in found.items() if known <= step}
+        if place is None:
+            continue
+        on_axes = {"step": place.step, "tokens": place.tokens, "time": place.seconds / 3600}
+        value, x = number_of(record.get(metric)), on_axes[by]
+        if value is not None and x is not None:
+            found[step] = x, value
+    return Series([x for x, _ in found.values()], [y for _, y in found.values()])
 
 
 def find_incidents(run: Run) -> list[tuple[int, str]]:

@@ -17,7 +17,9 @@ from typing import Any
 LOG_NAMES = ("trainer_logs.jsonl", "trainer_logs.json")
 SAMPLES_NAME = "eval_text.jsonl"
 STARTS = ("start", "resume")
-_NOT_MEASURED = (*STARTS, "rollback", "summary")
+REWINDS = (*STARTS, "rollback")
+"""Records after whose step nothing has happened yet, whatever was recorded before."""
+_NOT_MEASURED = (*REWINDS, "summary")
 _NOT_METRICS = {"type", "timestamp", "global_step", "step", "max_steps"}
 _BETWEEN = " \t\r\n,[]\ufeff\0"
 
@@ -150,8 +152,9 @@ class IncidentFinder:
     ) -> Iterator[tuple[str, str]]:
         kind, source = record.get("type"), record.get("loaded_checkpoint", "?")
         if kind == "resume":
-            known = now_s and self._before_s
-            away = f", {now_s - self._before_s:,.0f} s after the last record" if known else ""  # type: ignore[operator]
+            away_s = now_s - self._before_s if now_s and self._before_s else -1.0
+            # Below 0 where the clock was set back, or another machine's is behind.
+            away = f", {away_s:,.0f} s after the last record" if away_s >= 0 else ""
             yield "resume", f"resumed from {source}{away}"
         elif kind == "rollback":
             yield "rollback", f"rolled back to {source}"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -383,6 +384,27 @@ def test_jobs_lists_those_that_run_and_those_that_are_gone(start, capsys, tmp_pa
     code, out, _ = call(capsys, "jobs", "--clean")
     assert code == 0 and "removed what dead-1 left behind" in out
     assert {each.endpoint.job_id for each in list_jobs()} == {"one", "silent"}
+
+
+def test_jobs_tells_the_address_under_which_a_job_is_reached(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HEADWAY_JOBS_DIR", str(tmp_path / "jobs"))
+    place = {"output_dir": "out", "logging_dir": None, "run_name": None, "version": "1"}
+    for job_id, host, certificate in (("open", "127.0.0.1", None), ("secret", "::1", "cert.pem")):
+        files = Registration(job_id)
+        files.write_endpoint(host, 1, None, **place, tls_certificate=certificate)
+    found = json.loads(call(capsys, "jobs", "--json")[1])["jobs"]
+    addresses = {each["job_id"]: each["address"] for each in found}
+    assert addresses == {"open": "http://127.0.0.1:1", "secret": "https://[::1]:1"}
+
+
+def test_a_post_mortem_of_a_killed_job_that_lacks_fields_is_told_as_far_as_it_goes(
+    start, capsys, tmp_path
+):
+    pid = leave_dead("dead-1", tmp_path)
+    report = {"time": time.time() + 60, "pid": pid, "error": "disk full"}
+    (tmp_path / "post_mortem.json").write_text(json.dumps(report))
+    code, out, _ = call(capsys, "jobs")
+    assert code == 0 and "dead-1: gone: disk full; nothing is saved" in out
 
 
 def test_jobs_does_not_take_the_word_of_another_process_for_a_dead_one_s(start, capsys, tmp_path):

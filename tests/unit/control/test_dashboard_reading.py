@@ -14,7 +14,7 @@ from headway.control.dashboard.columns import Columns
 from headway.control.dashboard.decimation import choose_points, smooth
 from headway.control.dashboard.files import open_inside, read_end, read_object
 from headway.control.dashboard.tail import LogTail
-from headway.control.run_log import Place, Places, find_records, number_of
+from headway.control.run_log import IncidentFinder, Place, Places, find_records, number_of
 
 NAME = "trainer_logs.jsonl"
 
@@ -267,6 +267,16 @@ def test_time_counts_while_a_process_trains():
     assert found[0] is None and found[2] is None and found[4] is None
     assert (found[1].seconds, found[1].tokens) == (10.0, 5.0)
     assert (found[3].seconds, found[3].tokens, found[3].step) == (13.0, 5.0, 2.0)
+
+
+def test_a_clock_that_was_set_back_makes_no_time_below_nothing():
+    finder = IncidentFinder()
+    finder.look({"type": "train", "global_step": 4, "timestamp": 5000.0})
+    resume = {"type": "resume", "global_step": 4, "loaded_checkpoint": "checkpoint-4"}
+    (found,) = finder.look({**resume, "timestamp": 1400.0})
+    assert found.message == "resumed from checkpoint-4"
+    (found,) = finder.look({**resume, "timestamp": 2600.0})
+    assert found.message == "resumed from checkpoint-4, 1,200 s after the last record"
 
 
 def test_numbers_in_records():

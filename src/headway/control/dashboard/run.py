@@ -24,6 +24,7 @@ from headway.control.dashboard.files import is_file_inside, modified_at, read_en
 from headway.control.dashboard.tail import LogTail, Piece, parse_line
 from headway.control.run_log import (
     LOG_NAMES,
+    REWINDS,
     SAMPLES_NAME,
     STARTS,
     Incident,
@@ -152,7 +153,7 @@ class Run:
         if kind in STARTS:
             self.resumed_at = when
             self.run_name = _text(record.get("run_name")) or self.run_name
-        if kind in (*STARTS, "rollback") and self.columns is not None:
+        if kind in REWINDS and self.columns is not None:
             self.columns.cut(step_of(record))
         if place is None:
             return
