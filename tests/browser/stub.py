@@ -92,6 +92,9 @@ class Stub:
         """Command -> status and body of the answer."""
         self.message, self.settled = "", "applied"
         self.silent = False
+        self.withheld = ""
+        """A part of addresses that are not answered until `release`."""
+        self._waiting: list[Any] = []
         self.plotly = "none"
         """`real`; `none` (a script that draws nothing and is quick to load); or `absent`."""
         self.commands: list[dict[str, Any]] = []
@@ -104,6 +107,16 @@ class Stub:
     def open(self, page: Any, token: str | None = CONTROL, more: str = "") -> None:
         self.attach(page)
         page.goto(HOST + "/" + (f"#token={token}{more}" if token else ""))
+
+    @property
+    def is_withholding(self) -> bool:
+        return bool(self._waiting)
+
+    def release(self) -> None:
+        """Answer what was withheld."""
+        self.withheld, waiting, self._waiting = "", self._waiting, []
+        for route in waiting:
+            self._answer(route)
 
     # -- answers ------------------------------------------------------------------------------
 
@@ -120,6 +133,9 @@ class Stub:
         self.asked.append(request.url.removeprefix(HOST))
         if self.silent:
             route.abort("connectionrefused")
+            return
+        if self.withheld and self.withheld in request.url:
+            self._waiting.append(route)
             return
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
         if token not in TOKENS:
@@ -172,6 +188,8 @@ class Stub:
                 return run and self._about(run, what, query)
             case ["runs", _, "commands", command_id]:
                 sent = next(c for c in self.commands if c["id"] == command_id)
+                if self.settled == "gone":
+                    return None
                 return {
                     "id": command_id,
                     "command": sent["command"],

@@ -146,6 +146,55 @@ def test_a_run_that_is_about_to_be_held_says_so(open_page: Any) -> None:
     expect(page.locator("[data-command=pause]")).to_have_count(0)
 
 
+@pytest.mark.parametrize("tab", ["samples", "charts"])
+def test_nothing_of_one_run_stands_under_the_name_of_another(open_page: Any, tab: str) -> None:
+    page, stub = open_page(), Stub(make_run("one"), make_run("two"))
+    stub.samples = [{"step": 1, "prompt": "of the first", "text": " run"}]
+    stub.open(page, more=f"&run=one&tab={tab}")
+    shown = "#panel-samples .sample" if tab == "samples" else "#charts .chart"
+    expect(page.locator(shown)).not_to_have_count(0)
+    stub.withheld = "/two/"
+    page.click(".run[data-run=two] .run-open")
+    expect(page.locator("#run-name")).to_have_text("two")
+    assert page.locator(shown).count() == 0
+    expect(page.locator(f"#panel-{tab}")).to_contain_text("Reading…")
+    stub.samples[0]["prompt"] = "of the second"
+    stub.release()
+    expect(page.locator(shown)).not_to_have_count(0)
+    if tab == "samples":
+        expect(page.locator(shown)).to_contain_text("of the second")
+
+
+def test_a_late_answer_about_one_run_is_not_shown_under_another(open_page: Any) -> None:
+    page, stub = open_page(), Stub(make_run("one"), make_run("two"))
+    stub.open(page, more="&run=one&tab=incidents")
+    panel = page.locator("#panel-incidents")
+    expect(panel).to_contain_text("Nothing has gone wrong")
+    page.evaluate(
+        """() => {
+          globalThis.seen = [];
+          const look = () => seen.push(document.getElementById("main").textContent);
+          const all = { childList: true, subtree: true, characterData: true };
+          new MutationObserver(look).observe(document.getElementById("main"), all);
+        }"""
+    )
+    for part in ("/one/status", "/one/incidents"):
+        page.click(".run[data-run=one] .run-open")
+        stub.withheld = part
+        while not stub.is_withholding:
+            page.wait_for_timeout(20)
+        page.click(".run[data-run=two] .run-open")
+        expect(page.locator("#run-name")).to_have_text("two")
+        page.evaluate("() => { globalThis.seen = []; }")
+        stub.status = {"metrics": {"loss": 987.0}}
+        stub.incidents = [{"kind": "x", "step": 1, "message": "of the first", "timestamp": 1}]
+        stub.release()
+        stub.status, stub.incidents = {}, []
+        expect(panel).to_contain_text("Nothing has gone wrong")
+        seen = page.evaluate("() => seen.join()")
+        assert "987" not in seen and "of the first" not in seen, part
+
+
 def test_an_empty_run_says_what_will_come(open_page: Any) -> None:
     page = open_page()
     stub = Stub(make_run("one", step=0, max_steps=None, latest={}, epoch=None))
@@ -208,6 +257,22 @@ def test_a_command_asks_first_and_shows_its_receipt(open_page: Any, shoot: Any) 
     page.click("[data-command=evaluate_now]")
     page.click("#ask-send")
     expect(receipt.first).to_contain_text("refused after step 500: there is nothing")
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"), [("save_and_stop", "unknown"), ("graceful_stop", "applied")]
+)
+def test_of_a_save_nobody_says_that_it_was_done_where_the_run_is_gone(
+    open_page: Any, command: str, shown: str
+) -> None:
+    page, stub = open_page(allow=("404",)), Stub(make_run("one"))
+    stub.settled = "gone"
+    stub.open(page)
+    page.click(f"[data-command={command}]")
+    page.click("#ask-send")
+    receipt = page.locator(f"#receipts [data-command={command}]")
+    expect(receipt).to_have_attribute("data-state", shown)
+    expect(receipt).to_contain_text("the run has ended" if shown == "applied" else "before it said")
 
 
 def test_paused_shows_resume_and_why_nothing_moves(open_page: Any, shoot: Any) -> None:

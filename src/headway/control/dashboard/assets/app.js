@@ -4,7 +4,7 @@
 import { Refused, Unreachable, get, runPath, setToken, takeToken, tokenInUse } from "./api.js";
 import { Charts } from "./charts.js";
 import { Commands } from "./commands.js";
-import { announce, byId, setAttr, setText, show } from "./dom.js";
+import { announce, byId, clearPanel, setAttr, setText, show } from "./dom.js";
 import { clock } from "./format.js";
 import * as panels from "./panels.js";
 import { showPostMortem } from "./post_mortem.js";
@@ -15,6 +15,7 @@ import { startTheme } from "./theme.js";
 const EVERY_MS = 2000;
 const HIDDEN_EVERY_MS = 15000;
 const MOST_WAIT_MS = 30000;
+const LONGEST_MS = 2 ** 31 - 1; // that a timer takes
 
 const page = {
   session: null,
@@ -32,7 +33,10 @@ let charts;
 let commands;
 let list;
 let openTab;
-let wake = () => {};
+let newsWanted = false;
+let wake = () => {
+  newsWanted = true; // while a look is under way: there is another one right after it
+};
 
 // -- the address keeps what is open, so that it can be shared and gone back to -------------------
 
@@ -113,8 +117,17 @@ function render() {
   show(byId("main"), run !== null); // nothing is left of a run whose folder is gone
   writeAddress();
   if (run === null) return;
+  clearForAnother(run);
   showOverview(run, page.status);
   commands.show(run, page.status?.status ?? run.state, page.session.role);
+}
+
+/** Nothing of the run before may stand under the name of the one that is open now. */
+function clearForAnother(run) {
+  if (!charts.draws(run)) charts.clear();
+  for (const panel of document.querySelectorAll("[role=tabpanel]")) {
+    if (panel.id !== "panel-charts" && panel.dataset.run !== run.id) clearPanel(panel, run.id);
+  }
 }
 
 async function fetchTab() {
@@ -141,7 +154,8 @@ async function lookOnce() {
   page.numLeftOut = answer.left_out ?? 0;
   settleFocus();
   const run = focused();
-  page.status = run && isLive(run) ? await get(runPath(run.id, "status")) : null;
+  const status = run && isLive(run) ? await get(runPath(run.id, "status")) : null;
+  if (run?.id === page.focus) page.status = status; // else another one was opened meanwhile
   render();
   await fetchTab();
 }
@@ -161,7 +175,8 @@ async function followForever() {
     } catch (error) {
       if (error instanceof Refused && error.status === 401) {
         askForToken(tokenInUse() ? "The server does not accept this token: it is wrong, or of another job." : null);
-        await new Promise((resolve) => { wake = resolve; });
+        newsWanted = false;
+        await pause(LONGEST_MS);
         continue;
       }
       if (!(error instanceof Unreachable) && !isNews(error)) console.warn(error);
@@ -176,14 +191,19 @@ async function followForever() {
 }
 
 /** Wait, or less: until the user wants news, or the page is looked at again. */
-function pause(ms) {
-  return new Promise((resolve) => {
-    const timer = setTimeout(resolve, ms);
-    wake = () => {
-      clearTimeout(timer);
-      resolve();
-    };
-  });
+async function pause(ms) {
+  const during = wake;
+  if (!newsWanted) {
+    await new Promise((resolve) => {
+      const timer = setTimeout(resolve, ms);
+      wake = () => {
+        clearTimeout(timer);
+        resolve();
+      };
+    });
+  }
+  newsWanted = false;
+  wake = during;
 }
 
 // -- what is said about the connection -----------------------------------------------------------

@@ -2,7 +2,7 @@
 // The server thins curves out to what a screen shows; zooming in asks it again for that part.
 
 import { get, runPath } from "./api.js";
-import { byId, el, fill, setText, show } from "./dom.js";
+import { READING, byId, el, fill, setText, show } from "./dom.js";
 import { metric, metricKind } from "./format.js";
 import { loadPlotly, makeFigure } from "./figure.js";
 import { timeUnit, titleOf, usualKeys } from "./series.js";
@@ -77,6 +77,18 @@ export class Charts {
       for (const id of map.keys()) if (!runs.some((run) => run.id === id)) map.delete(id);
     }
     await this.refresh();
+  }
+
+  draws(run) {
+    return this.runs.some((one) => one.id === run.id);
+  }
+
+  /** Show nothing until there is something of the runs that are drawn now. */
+  clear() {
+    this.runs = [];
+    this.range = null;
+    show(byId("zoom-reset"), false);
+    this.layOut();
   }
 
   async refresh() {
@@ -201,12 +213,10 @@ export class Charts {
     });
     const empty = byId("charts-empty");
     show(empty, keys.length === 0);
-    setText(
-      empty,
-      this.allKeys().length
-        ? "No metric is chosen: see Metrics above."
-        : "Nothing was logged yet. Curves appear here with the first record of the log.",
-    );
+    const nothing = this.allKeys().length
+      ? "No metric is chosen: see Metrics above."
+      : "Nothing was logged yet. Curves appear here with the first record of the log.";
+    setText(empty, this.runs.length ? nothing : READING);
     this.listMetrics();
     this.showLegend();
   }

@@ -31,6 +31,8 @@ export function setAttr(node, name, value) {
   else if (node.getAttribute(name) !== value) node.setAttribute(name, value);
 }
 
+export const READING = "Reading…";
+
 const drawn = new WeakMap();
 
 /**
@@ -49,6 +51,17 @@ export function fill(container, data, build) {
   for (const node of container.querySelectorAll("[data-focus]")) {
     if (node.dataset.focus === focused) node.focus();
   }
+}
+
+/** Make a panel that of another run: nothing of the one before may stand under its name. */
+export function clearPanel(panel, run) {
+  panel.dataset.run = run;
+  fill(panel, null, () => [el("p", { class: "empty" }, READING)]);
+}
+
+/** As `fill`, with what was fetched about a run; nothing if another one was opened meanwhile. */
+export function fillPanel(panel, run, data, build) {
+  if (panel.dataset.run === run.id) fill(panel, [run.id, ...data], build);
 }
 
 /** A table that a screen reader can walk: `columns` are {title, number}, `rows` lists of nodes. */

@@ -2,7 +2,7 @@
 // fetched when its tab is open and drawn again only when it changed.
 
 import { get, post, runPath } from "./api.js";
-import { byId, el, fill, table } from "./dom.js";
+import { byId, el, fillPanel, table } from "./dom.js";
 import * as format from "./format.js";
 
 const MOST_COMPARED = 16; // the server's limit for one question
@@ -26,7 +26,7 @@ export async function showConfig(run, runs) {
     ids ? get(`/api/diff?runs=${ids}`) : { rows: [] },
   ]);
   const names = compared.map((other) => other.name);
-  fill(panel, [run.id, answer, diff, names], () => {
+  fillPanel(panel, run, [answer, diff, names], () => {
     const entries = Object.entries(answer.config ?? {});
     const parts = [];
     if (names.length) parts.push(...diffParts(diff.rows, names));
@@ -74,7 +74,7 @@ function diffParts(rows, names) {
 export async function showCheckpoints(run, session) {
   const panel = byId("panel-checkpoints");
   const { checkpoints, left_out: numLeftOut } = await get(runPath(run.id, "checkpoints"));
-  fill(panel, [run.id, checkpoints, numLeftOut, session], () => {
+  fillPanel(panel, run, [checkpoints, numLeftOut, session], () => {
     if (!checkpoints.length) return [empty("No checkpoint is in the run's folder yet.")];
     const verifiable = session.standalone && session.role === "control";
     const columns = [
@@ -126,7 +126,7 @@ function verifyButton(run, checkpoint, state) {
 
 export async function showSamples(run) {
   const { samples } = await get(runPath(run.id, "samples"));
-  fill(byId("panel-samples"), [run.id, samples], () => {
+  fillPanel(byId("panel-samples"), run, [samples], () => {
     if (!samples.length) return [empty("No samples yet. The command Generate writes some, and so does TextgenCallback.")];
     return samples.map((sample) =>
       el(
@@ -150,7 +150,7 @@ function continuation(sample) {
 
 export async function showIncidents(run) {
   const { incidents } = await get(runPath(run.id, "incidents"));
-  fill(byId("panel-incidents"), [run.id, incidents], () => {
+  fillPanel(byId("panel-incidents"), run, [incidents], () => {
     if (!incidents.length) return [empty("Nothing has gone wrong in this run.")];
     return [
       el(

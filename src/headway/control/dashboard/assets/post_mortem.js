@@ -1,7 +1,7 @@
 // What is known about a failure: who failed first and how, how to go on, and the last of the run.
 
 import { Refused, get, runPath } from "./api.js";
-import { byId, el, fill, table } from "./dom.js";
+import { byId, el, fillPanel, table } from "./dom.js";
 import * as format from "./format.js";
 
 export async function showPostMortem(run) {
@@ -13,7 +13,7 @@ export async function showPostMortem(run) {
       if (!(error instanceof Refused && error.status === 404)) throw error;
     }
   }
-  fill(byId("panel-post_mortem"), [run.id, found], () =>
+  fillPanel(byId("panel-post_mortem"), run, [found], () =>
     found === null
       ? [el("p", { class: "empty" }, "There is no post-mortem: no failure of this run was written down.")]
       : findings(found),
