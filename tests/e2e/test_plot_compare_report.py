@@ -228,6 +228,21 @@ def test_a_report_holds_all_and_loads_nothing(runs, capsys):
     assert "versions.torch" in page.texts["Environment"]
 
 
+def test_a_report_of_damaged_files_tells_what_can_be_read(runs, capsys):
+    strange = [
+        {"type": "train", "global_step": 5, "loss": 0.5, "timestamp": "soon"},
+        {"type": "train", "global_step": None, "loss": 0.25, "timestamp": 1e300},
+    ]
+    write_run(runs / "damaged", [3.0, 2.0], extra=strange)
+    samples = [{"global_step": 1, "samples": None}, {"samples": [{"text": "as it was"}, 7]}]
+    text = "".join(json.dumps(one) + "\n" for one in samples)
+    (runs / "damaged" / "eval_text.jsonl").write_text(text)
+    (runs / "damaged" / "post_mortem.json").write_text('{"time": 1e300}')
+    assert "written" in run(capsys, "report", "damaged")
+    page = (runs / "damaged" / "report.html").read_text()
+    assert "as it was" in page and "post_mortem.json cannot be read" in page
+
+
 def test_a_report_of_a_real_run(tmp_path, monkeypatch, capsys):
     pytest.importorskip("plotly")
     from headway.callbacks import JsonLogger

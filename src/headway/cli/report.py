@@ -84,13 +84,15 @@ def make_page(read: Run) -> str:
 
 
 def _overview(read: Run) -> list[tuple[str, Any]]:
+    from headway.control.run_log import step_of
+
     first, last = read.records[0], read.records[-1]
     ended = "yes" if read.summary else "no: it is going on, or it was cut off"
     rows: list[tuple[str, Any]] = [
         ("folder", read.folder),
         ("first record", _when(first.get("timestamp"))),
         ("last record", _when(last.get("timestamp"))),
-        ("step", f"{last['global_step']:,}"),
+        ("step", f"{step_of(last):,}"),
         ("ended by itself", ended),
     ]
     for key, value in (read.summary or {}).items():
@@ -102,7 +104,10 @@ def _overview(read: Run) -> list[tuple[str, Any]]:
 def _when(seconds: Any) -> str:
     if not isinstance(seconds, int | float):
         return "?"
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(" ", "seconds")
+    try:
+        return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(" ", "seconds")
+    except (ValueError, OverflowError, OSError):  # no clock showed that
+        return "?"
 
 
 def _charts(read: Run) -> list[Chart]:
@@ -179,10 +184,11 @@ def _samples(read: Run) -> str:
         return ""
     shown: list[str] = []
     for record in reversed(read_json_log(log)[-_MOST_SAMPLES:]):
+        samples = record.get("samples")
         texts = "".join(
             f"<pre><b>{escape(str(sample.get('prompt', '')))}</b>"
             f"{escape(str(sample.get('text', '')))}</pre>"
-            for sample in record.get("samples", [])
+            for sample in (samples if isinstance(samples, list) else [])
             if isinstance(sample, dict)
         )
         opened = " open" if not shown else ""
