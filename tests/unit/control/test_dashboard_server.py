@@ -236,6 +236,17 @@ def test_states_of_runs(tmp_path, open_board):
     assert states["mended"] == "running"
 
 
+def test_a_failure_is_as_old_as_it_says_also_in_a_copy_of_the_run(tmp_path, open_board):
+    mended = [*records_of(3, end=False), {"type": "resume", "global_step": 2, "timestamp": NOW}]
+    for name, failed_at in (("went on", NOW - 50), ("failed again", NOW + 50)):
+        write_run(tmp_path / name, [*mended, [*records_of(4)][-1]])
+        report = tmp_path / name / "post_mortem.json"
+        report.write_text(json.dumps({"time": failed_at, "error": "x"}))
+        os.utime(report, (NOW + 100, NOW + 100))
+    states = {run["name"]: run["state"] for run in open_board(tmp_path).get("/api/runs")["runs"]}
+    assert states == {"went on": "finished", "failed again": "failed"}
+
+
 def test_a_run_that_was_made_shorter_by_command_and_did_that_is_finished(tmp_path, open_board):
     started, *rest = records_of(9)
     shorter = {"type": "train", "global_step": 4, "timestamp": NOW, "max_steps": 5}

@@ -63,6 +63,8 @@ class Run:
         """The curves; None while nobody has asked for them."""
         self.checkpoints = Checkpoints(folder)
         self._tail: LogTail | None = None
+        self._failure = -1.0, 0.0
+        """When the post-mortem was written that was read last, and of when it is."""
         self._forget()
 
     def _forget(self) -> None:
@@ -192,9 +194,19 @@ class Run:
 
     def _failed_at(self) -> float:
         """When a process of the run last failed, as far as it left word; else 0."""
-        times = [modified_at(self.folder, POST_MORTEM_NAME)]
+        times = [self._post_mortem_at()]
         times += [number_of(dump.get("timestamp")) for _, dump in self._dumps()]
         return max((t for t in times if t is not None and math.isfinite(t)), default=0.0)
+
+    def _post_mortem_at(self) -> float | None:
+        """Of when the post-mortem is; in a copy of the folder its file is newer."""
+        written = modified_at(self.folder, POST_MORTEM_NAME)
+        if written is None:
+            return None
+        if self._failure[0] != written:
+            said = number_of((self.post_mortem() or {}).get("time"))
+            self._failure = written, said if said is not None and math.isfinite(said) else written
+        return self._failure[1]
 
     def _dumps(self) -> list[tuple[str, dict[str, Any]]]:
         try:
