@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -688,6 +689,28 @@ def test_a_command_goes_straight_to_the_inbox_and_nothing_else_does(mounted):
     receipt = mounted.get(f"/api/runs/{run}/commands/once")[1]
     assert (receipt["state"], receipt["step"]) == ("applied", 7)
     assert mounted.get(f"/api/runs/{run}/commands/never")[0] == 404
+
+
+def test_who_asks_for_the_receipt_of_the_last_command_hears_it_before_the_server_ends(
+    mounted, monkeypatch
+):
+    run = mounted.get("/api/runs")[1]["runs"][0]["id"]
+    body = {"command": "save_and_stop", "id": "last"}
+    assert mounted.post(f"/api/runs/{run}/control", body)[0] == 200
+    look, is_asked = mounted.inbox.receipt, threading.Event()
+
+    def receipt(command_id):
+        is_asked.set()
+        return look(command_id)
+
+    monkeypatch.setattr(mounted.inbox, "receipt", receipt)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(mounted.get, f"/api/runs/{run}/commands/last")
+        assert is_asked.wait(60)
+        mounted.inbox.settle("last", "failed", 7, "disk full")
+        assert mounted.server.stop()
+        status, said = answer.result(60)[:2]
+    assert (status, said["state"], said["message"]) == (200, "failed", "disk full")
 
 
 def test_files_are_read_by_a_process_that_may_die(mounted, monkeypatch):

@@ -147,23 +147,21 @@ export class Commands {
   // -- receipts --------------------------------------------------------------------------------
 
   keep(run, receipt) {
-    const state = receipt.state ?? "accepted";
-    this.receipts.unshift({ ...receipt, state, run: run.id, sent: Date.now() / 1000 });
+    const kept = { ...receipt, state: receipt.state ?? "accepted", run: run.id, sent: Date.now() / 1000 };
+    this.receipts.unshift(kept);
     this.receipts.length = Math.min(this.receipts.length, MOST_RECEIPTS);
     this.showReceipts();
-    this.watch();
+    this.watch(kept);
   }
 
-  async watch() {
-    if (this.watching) return;
-    this.watching = true;
-    const open = () => this.receipts.filter((receipt) => !SETTLED.has(receipt.state) && !receipt.gone);
-    while (open().length) {
-      await new Promise((resolve) => setTimeout(resolve, LOOK_MS));
-      for (const receipt of open()) await this.look(receipt);
+  async watch(receipt) {
+    const isOpen = () => !SETTLED.has(receipt.state) && !receipt.gone && this.receipts.includes(receipt);
+    while (isOpen()) {
+      // At once: a run's own server answers when it is settled, and a run that ends takes it along.
+      await this.look(receipt);
       this.showReceipts();
+      await new Promise((resolve) => setTimeout(resolve, LOOK_MS));
     }
-    this.watching = false;
   }
 
   async look(receipt) {
