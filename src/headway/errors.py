@@ -1,7 +1,7 @@
 """The errors Headway raises for a user's mistake, and the wording they share.
 
 Owns: `ConfigError`, several of them as one, which errors count as a user's mistake, did-you-mean
-hints, the messages for an absent path and an absent extra.
+hints, the messages for an absent path and an absent extra, whose code an error came from.
 Does not own: where in a file a mistake stands (config/), nor how it is printed (cli/).
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -49,6 +50,34 @@ def problems_of(error: BaseException) -> list[str] | None:
             return [str(error) or type(error).__name__]
         return [f"{error.filename or ''}: {error.strerror}".lstrip(": ")]
     return None
+
+
+def put_before(error: BaseException, who: str) -> bool:
+    """Put whose error it is before its message; returns whether that could be done.
+
+    A note would show in a traceback only; what other ranks, logs and notifications pass on is the
+    message.
+    """
+    if isinstance(error, ConfigError):
+        error.problems = [f"{who}: {problem}" for problem in error.problems]
+        error.args = ("\n".join(error.problems),)
+    elif isinstance(error, OSError) and error.strerror is not None:
+        error.strerror = f"{who}: {error.strerror}"
+    elif isinstance(error, Exception) and len(error.args) < 2:
+        text = str(error.args[0]) if error.args else ""
+        error.args = (f"{who}: {text}" if text else who,)
+    return who in str(error)
+
+
+@contextmanager
+def naming(function: str) -> Iterator[None]:
+    """Around a call of a function that the user gave as `function`: its errors say so."""
+    try:
+        yield
+    except Exception as error:
+        if not put_before(error, function):
+            error.add_note(f"raised by {function}")
+        raise
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:

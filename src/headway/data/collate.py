@@ -175,10 +175,20 @@ def _as_array(value: Any) -> Any:
         array = np.asarray(value)
     except ValueError:
         return value
+    except (TypeError, RuntimeError):  # lists of tensors that numpy has no type or memory for
+        return _as_tensor(value)
     if array.dtype == np.float64 and torch.get_default_dtype() != torch.float64:
         # Numbers of Python have no type of their own: torch's, as weights have, not numpy's.
         return array if _has_own_type(value) else array.astype(np.float32)
     return array
+
+
+def _as_tensor(value: Any) -> Any:
+    """One tensor of a list of them, also nested; the list where their shapes differ."""
+    try:
+        return torch.stack([torch.as_tensor(_as_tensor(one)) for one in value])
+    except (TypeError, ValueError, RuntimeError):
+        return value
 
 
 def _has_own_type(value: Any) -> bool:
@@ -241,6 +251,8 @@ def _alike(key: str, values: list[Any]) -> list[Any]:
         tensors = [one.to(torch.int64) if one.dtype in _UNSIGNED else one for one in tensors]
         typed = [tensor for tensor in tensors if tensor.numel()] or tensors
         dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in typed))
+        if dtype.is_floating_point and dtype.itemsize < 4:
+            _require_room(key, [one for one in typed if not one.is_floating_point()], dtype)
         return [tensor.to(dtype) for tensor in tensors]
     # Nothing (an empty list) is of no type, and numpy would say fractions.
     dtypes = {array.dtype for array in values if array.size} or {array.dtype for array in values}
@@ -249,7 +261,20 @@ def _alike(key: str, values: list[Any]) -> list[Any]:
     common = np.result_type(*(fractions or dtypes))
     if not fractions and common.kind == "f":  # its way with uint64 beside int64
         common = np.dtype(np.int64)
+    if common == np.float16:
+        _require_room(key, [one for one in values if one.dtype.kind in "iu"], torch.float16)
     return [array.astype(common, copy=False) for array in values]
+
+
+def _require_room(key: str, whole: list[Any], dtype: torch.dtype) -> None:
+    """Refuse whole numbers that a narrow type of fractions, that of other samples, cannot hold."""
+    most = torch.finfo(dtype).max
+    wrong = next((n for one in whole for n in one.ravel().tolist() if abs(n) > most), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"{key!r} is {str(dtype).removeprefix('torch.')} in other samples of a batch, which "
+            f"ends at {most:g}, and has {wrong} in one; make it of one type that holds both"
+        )
 
 
 def _is_numeric(value: Any) -> bool:

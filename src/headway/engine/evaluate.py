@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from headway.data.loader import WindowLoader
 from headway.engine.events import EventBus
-from headway.errors import ConfigError
+from headway.errors import ConfigError, naming
 from headway.strategies.base import Strategy
 from headway.strategies.objective import Objective
 
@@ -118,7 +118,10 @@ def _keep(
     preprocess: Callable[[Tensor, Tensor | None], Tensor] | None,
 ) -> None:
     if isinstance(logits, Tensor):
-        kept = logits.detach() if preprocess is None else preprocess(logits.detach(), labels)
+        kept = logits.detach()
+        if preprocess is not None:
+            with naming("preprocess_logits_for_metrics"):
+                kept = preprocess(kept, labels)
         if not isinstance(kept, Tensor):
             raise ConfigError(
                 f"preprocess_logits_for_metrics returned {type(kept).__name__}; allowed: a tensor"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.data.counting import are_beside_inputs, count_labels, count_targets
-from headway.errors import ConfigError
+from headway.errors import ConfigError, naming
 from headway.models.fused_loss import FusedLoss
 from headway.models.hf import is_of_transformers, names_taken, predicts_next_token
 from headway.models.loss import cross_entropy_sum
@@ -79,7 +79,9 @@ class Objective:
             return share
         outputs, labels, counted = self._call(model, batch, num_targets)
         if self._computes is not None:
-            return _require_loss(self._computes(outputs, labels, num_items_in_batch=num_targets))
+            with naming("compute_loss_func"):
+                loss = self._computes(outputs, labels, num_items_in_batch=num_targets)
+            return _require_loss(loss)
         loss = _find_loss(outputs)
         if loss is not None:
             return loss if counted else weigh_mean(loss, own, num_targets)
@@ -96,7 +98,8 @@ class Objective:
         logits = _find_logits(outputs)
         loss = _find_loss(outputs)
         if self._computes is not None:
-            loss = self._computes(outputs, labels, num_items_in_batch=_at_least_one(own))
+            with naming("compute_loss_func"):
+                loss = self._computes(outputs, labels, num_items_in_batch=_at_least_one(own))
             if loss is not None or labels is not None:  # a prediction may be of unlabelled data
                 loss = _require_loss(loss)
         if loss is not None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from headway.engine.evaluate import EvalResult
-from headway.errors import ConfigError
+from headway.errors import ConfigError, naming
 from headway.trainers.outputs import Array, join_batches
 
 
@@ -33,13 +33,19 @@ def compute_own_metrics(
     """What the function makes of a pass, under names with the pass's prefix."""
     predictions, labels = join_batches(result.logits), join_batches(result.labels)
     if predictions is None or labels is None:
-        missing = "labels" if labels is None else "logits from the model"
-        raise ConfigError(f"compute_metrics: the {prefix} data gave no {missing} to compare")
-    found = compute(EvalPrediction(predictions, labels))
+        missing = "batch has 'labels'" if labels is None else "output of the model has logits"
+        raise ConfigError(
+            f"compute_metrics: no {missing} in the {prefix} data, and it is given nothing else; "
+            "give a callback with on_evaluate that measures the rest"
+        )
+    with naming("compute_metrics"):
+        found = compute(EvalPrediction(predictions, labels))
     if not isinstance(found, Mapping):
         raise ConfigError(f"compute_metrics returned {found!r}; allowed: a dict of numbers")
     metrics = {}
     for key, value in found.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"compute_metrics returned the key {key!r}; allowed: a name")
         try:
             number = float(value)
         except (TypeError, ValueError):

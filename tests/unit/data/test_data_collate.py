@@ -224,3 +224,24 @@ def test_labels_of_a_decoder_with_inputs_of_its_own_all_count():
     batch = {"input_ids": torch.ones(2, 9), "labels": labels}
     assert count_targets(batch) == 2
     assert count_targets({**batch, "decoder_input_ids": labels.roll(1)}) == 4
+
+
+@pytest.mark.parametrize("other", [70_000, [70_000], torch.tensor([-70_000])])
+@pytest.mark.parametrize("half", [torch.float16, np.float16])
+def test_a_number_beyond_the_type_of_other_samples_is_told(half, other):
+    fraction = torch.tensor([1.5], dtype=half) if half is torch.float16 else np.ones(1, half)
+    one = fraction[0] if isinstance(other, int) else fraction
+    with pytest.raises(ConfigError, match=r"'x' is float16 in other samples .* -?70000 in one"):
+        default_collator([{"x": one}, {"x": other}])
+    held = default_collator([{"x": fraction}, {"x": [60_000]}])["x"]
+    assert held.dtype == torch.float16 and held[1] == 60_000
+
+
+def test_lists_of_tensors_that_numpy_does_not_know_are_tensors():
+    pair = [torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)]
+    found = default_collator([{"x": pair}, {"x": [pair[1], pair[1]]}])["x"]
+    assert found.dtype == torch.bfloat16 and found.tolist() == [[[1, 1], [0, 0]], [[0, 0]] * 2]
+    learned = [torch.ones(2, requires_grad=True)] * 2
+    assert default_collator([{"x": learned}])["x"].shape == (1, 2, 2)
+    ragged = [torch.ones(2, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)]
+    assert default_collator([{"x": ragged}])["x"] == [ragged]

@@ -123,12 +123,33 @@ def test_predictions_need_no_labels(tmp_path):
     data = [{"x": torch.tensor([0.0, 1.0])}] * 5
     found = trainer.predict(data)
     assert found.predictions.shape == (5, 3) and found.label_ids is None
-    with pytest.raises(ConfigError, match="compute_metrics: the eval data gave no labels"):
+    with pytest.raises(ConfigError, match="compute_metrics: no batch has 'labels'"):
         trainer.evaluate(data)
 
 
-@pytest.mark.parametrize("given", [0.5, {"names": "many"}, {"table": [1, 2]}])
+@pytest.mark.parametrize("given", [0.5, {"names": "many"}, {"table": [1, 2]}, {1: 0.5}])
 def test_what_is_no_number_is_told(tmp_path, given):
     trainer = make(tmp_path, compute_metrics=lambda found: given)
     with pytest.raises(ConfigError, match=r"compute_metrics returned .*; allowed: a"):
         trainer.evaluate(sentences())
+
+
+def broken(*_, **__):
+    return {}["absent"]
+
+
+@pytest.mark.parametrize("names", [
+    ["compute_metrics"],
+    ["preprocess_logits_for_metrics", "compute_metrics"],
+    ["compute_loss_func"],
+])  # fmt: skip
+def test_which_function_failed_is_told(tmp_path, names):
+    trainer = make(tmp_path, **dict.fromkeys(names, broken))
+    with pytest.raises(KeyError, match=f"{names[0]}: absent"):
+        trainer.evaluate(sentences())
+
+
+def test_which_function_failed_is_told_in_training_too(tmp_path):
+    trainer = make(tmp_path, train_dataset=sentences(), compute_loss_func=broken)
+    with pytest.raises(KeyError, match="compute_loss_func: absent"):
+        trainer.train()
