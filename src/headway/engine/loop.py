@@ -66,7 +66,7 @@ class TrainingLoop:
         """Whether this step is to be saved once it is logged and evaluated."""
         self._last_metrics = evaluation_of_step(parts.state, parts.args)  # if it is resumed
         self._evaluated_step = parts.state.global_step if self._last_metrics else -1
-        self._stepped = False
+        self.stepped = False
         self._last_step = LastStep(parts.loader, parts.bus, active=parts.args.save_on_error)
         self.stepper = Stepper(parts, self._last_step)
         self._settles = False
@@ -195,8 +195,8 @@ class TrainingLoop:
         self._last_step.leave()
         for window in p.timing.time_fetches(p.strategy.feed(p.loader)):
             self.stepper.take(window)
-            if not self._stepped:
-                self._stepped = True
+            if not self.stepped:
+                self.stepped = True
                 p.on_first_step()
             if self._boundary() or self._settle():
                 return  # rolled back: the windows in flight are of another time
@@ -431,7 +431,7 @@ class TrainingLoop:
 
     def _dump_metrics(self, reason: str) -> None:
         p = self.parts
-        if self._stepped:  # a run that cannot start changes nothing on disk
+        if self.stepped:  # a run that cannot start changes nothing on disk
             steps = self.delivery.pending()
             dump_last_metrics(p.args.output_dir, steps, p.state, p.args.process_index, reason)
 
@@ -458,7 +458,7 @@ class TrainingLoop:
         """
         p = self.parts
         unsaved = self._saved_step != p.state.global_step
-        self._owes_save = self.saves_at_end and self._stepped and unsaved
+        self._owes_save = self.saves_at_end and self.stepped and unsaved
         if self._logs:
             self._log()
         self.delivery.flush()
@@ -468,7 +468,7 @@ class TrainingLoop:
             self._note_stops(self._evaluate())
             if self._gives_up_end():
                 return not self.aborted
-        idle = self.cut_short and not self._stepped
+        idle = self.cut_short and not self.stepped
         saves = p.strategy.agree(self.saves_at_end or self.signals.take_save_request())
         if saves and unsaved and not idle:
             self._save("permanent" if self._keeps_end else "regular")

@@ -48,7 +48,6 @@ class RunStart:
     step: int
     tokens: int
     flos: float
-    num_records: int
 
     @classmethod
     def now(cls, state: TrainerState) -> RunStart:
@@ -57,12 +56,7 @@ class RunStart:
             state.global_step,
             state.num_input_tokens_seen,
             state.total_flos,
-            len(state.log_history),
         )
-
-    def leaves_log_alone(self, state: TrainerState) -> bool:
-        """Whether a complete run was only started again: its log ends with its own summary."""
-        return state.global_step == self.step and len(state.log_history) == self.num_records
 
     def summary(
         self, state: TrainerState, *, loss: float, num_samples: int, batch_size: int

@@ -488,7 +488,7 @@ class Trainer(
         loss, samples = loop.delivery.mean_loss, loop.stepper.num_samples
         batch_size = self.bus.kwargs["train_dataloader"].deal.window_samples
         summary = start.summary(self.state, loss=loss, num_samples=samples, batch_size=batch_size)
-        if not start.leaves_log_alone(self.state):
+        if loop.stepped:  # a complete run that is only started again has its own summary
             self.log(dict(summary))
         loop.parts.strategy.agree(0)  # none goes before all have come: the rest is each rank's own
         return TrainOutput(self.state.global_step, loss, summary, loop.interrupted_by)

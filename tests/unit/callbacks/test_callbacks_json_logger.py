@@ -168,3 +168,24 @@ def test_bad_arguments_are_refused() -> None:
         JsonLogger(format="aray")
     with pytest.raises(ConfigError, match="without a folder"):
         JsonLogger("logs/mine.jsonl")
+
+
+@pytest.mark.parametrize("form", ["lines", "array"])
+def test_a_complete_run_that_is_only_evaluated_again_keeps_its_summary(
+    tmp_path: Path, form: str
+) -> None:
+    def run(max_steps: int, **options: Any) -> list[dict[str, Any]]:
+        log = JsonLogger(format=form)
+        tiny_trainer(
+            tmp_path, [log], max_steps=max_steps, save_strategy="steps", save_steps=1, **options
+        ).train()
+        assert log.writer.path is not None
+        return read_json_log(log.writer.path)
+
+    (summary,) = [record for record in run(2) if record["type"] == "summary"]
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2}
+    records = run(2, **evaluated)
+    assert [r["type"] for r in records] == ["start", "train", "train", "resume", "eval", "summary"]
+    assert records[-1] == summary and summary["train_samples"] > 0
+    after = run(3, **evaluated)
+    assert steps_of(after, "summary") == [3] and steps_of(after, "eval") == [2, 3]

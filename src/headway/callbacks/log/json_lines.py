@@ -30,6 +30,8 @@ FORMS = ("lines", "array")
 _BLOCK_BYTES = 1 << 16
 _BEGIN_BYTES = 256
 """Enough for the time of the first record, by which logs are told apart."""
+_LAST_BYTES = 2048
+"""As many as the summary of a run has, and more."""
 _AUTOMATIC_FOLDER = re.compile(r"\d{16,}_.+")
 
 
@@ -82,6 +84,8 @@ class JsonLogWriter:
         """The file, once it has been opened."""
         self.kept_aside: Path | None = None
         """What `open` or `rewind` last put aside, if anything."""
+        self.dropped_last: dict[str, Any] | None = None
+        """The last of the records that `open` dropped, if there were any and it is not long."""
         self._file = -1
         self._place = _Place()
         self._is_torn = False
@@ -108,6 +112,7 @@ class JsonLogWriter:
         _writers.add(self)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.kept_aside, self._last_step = path, None, -1
+        self.dropped_last = None
         if global_step == 0:
             self._saved = None
             if path.exists() and path.stat().st_size:
@@ -266,6 +271,7 @@ class JsonLogWriter:
                 self._replace("dropped")
                 return
             self._keep_tail(place.offset, size)
+        self.dropped_last = self._last_record(max(place.offset, size - _LAST_BYTES), size)
         self._cut(place)
 
     def _find_saved(self, saved: Mapping[str, Any], size: int) -> _Place | None:
@@ -298,6 +304,15 @@ class JsonLogWriter:
                 return None
             may_be_torn = may_be_torn and not line.strip(b"\0 \t\r\n,[]")
         return _Place() if num_read else None
+
+    def _last_record(self, start: int, size: int) -> dict[str, Any] | None:
+        tail = os.pread(self._file, size - start, start)
+        for line in reversed(tail.splitlines(keepends=True)):
+            found = _find_record(line, self.form)
+            if found is not None:
+                record: dict[str, Any] = json.loads(line[found[1] : found[2]])
+                return record
+        return None
 
     def _keep_tail(self, offset: int, size: int) -> None:
         """Without the checkpoint's own word, what is dropped may be wanted: it is kept aside."""

@@ -26,8 +26,8 @@ class JsonLogger(TrainerCallback):
     (`format="array"`), in `logging_dir` if that was set, else in `output_dir`. Further arguments
     by name are recorded when the run starts.
 
-    A resumed run drops the records that came after its checkpoint; a fresh one keeps an older
-    file under another name. A record that cannot be written, as on a full disk, is left out, and
+    A resumed run drops the records that came after its checkpoint, but for the summary of a run
+    that has nothing left to train; a fresh one keeps an older file under another name. A record that cannot be written, as on a full disk, is left out, and
     the next one is tried again.
     """
 
@@ -47,6 +47,8 @@ class JsonLogger(TrainerCallback):
         self._failed, self._num_lost = False, 0
         self._head: tuple[int, float, dict[str, Any], str] | None = None
         """The record that began the file, for one that takes its place."""
+        self._summary: dict[str, Any] | None = None
+        """That of the run so far, as long as nothing is trained beyond it."""
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._start_step = state.global_step
@@ -69,6 +71,7 @@ class JsonLogger(TrainerCallback):
     ) -> None:
         if self._active and not self.writer.is_open and not self._failed:
             self._open(args, state, trainer)
+        self._summary = None
 
     def on_log(
         self,
@@ -95,7 +98,9 @@ class JsonLogger(TrainerCallback):
             self._write(state.global_step, state, metrics, "eval")
 
     def on_close(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
-        self._active, self._loaded = False, None
+        if self._summary is not None:
+            self._write(self._start_step, state, self._summary, "summary")
+        self._active, self._loaded, self._summary = False, None, None
         if self._num_lost:
             logger.warning("JsonLogger: %d records could not be written", self._num_lost)
             self._num_lost = 0
@@ -118,6 +123,9 @@ class JsonLogger(TrainerCallback):
         except OSError as error:
             self._tell_failure(error)
             return
+        last = self.writer.dropped_last or {}
+        if last.get("type") == "summary" and last.get("global_step") == self._start_step:
+            self._summary = last
         self._write_start("start" if self._start_step == 0 else "resume", args, state, trainer)
 
     def _write_start(self, kind: str, args: Any, state: TrainerState, trainer: Any) -> None:
