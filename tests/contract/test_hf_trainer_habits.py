@@ -14,7 +14,7 @@ from headway.config import load_run
 from headway.errors import ConfigError
 from headway.testing import tiny_dataset, tiny_decoder
 
-THEIRS = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+THEIRS = {field.name for field in dataclasses.fields(transformers.Seq2SeqTrainingArguments)}
 OURS = {field.name for field in dataclasses.fields(TrainingArguments)}
 
 
@@ -31,6 +31,29 @@ def test_an_option_of_theirs_that_we_do_not_have_says_what_to_do(name):
     (problem,) = caught.value.problems
     assert problem.startswith(f"unknown option {name!r}")
     assert "did you mean" not in problem and "Allowed:" not in problem
+
+
+@pytest.mark.parametrize(("name", "instead"), [
+    ("warmup_steps", "warmup_ratio"), ("eval_steps", "eval_every"), ("save_steps", "save_every"),
+    ("logging_steps", "log_every"),
+])  # fmt: skip
+def test_a_share_of_the_training_as_steps_says_what_takes_one(name, instead):
+    with pytest.raises(ConfigError, match=f"^{name} must be int, got 0.1 .* use {instead}"):
+        TrainingArguments(output_dir="run", **{name: 0.1})
+    with pytest.raises(ConfigError, match=f"use {instead}"):
+        TrainingArguments.from_dict({name: 0.1})
+    with pytest.raises(ConfigError, match=r"got 10.0 \(float\)$"):
+        TrainingArguments(output_dir="run", **{name: 10.0})
+
+
+@pytest.mark.parametrize("given", [{"one": [], "two": []}, "data.json"])
+def test_what_is_no_dataset_is_told_by_its_option(tmp_path, given):
+    with pytest.raises(ConfigError, match=r"^train_dataset: a"):
+        make(tmp_path, train_dataset=given).train()
+    with pytest.raises(ConfigError, match=r"^eval_dataset: a"):
+        make(tmp_path, eval_dataset=given).evaluate()
+    with pytest.raises(ConfigError, match=r"^test_dataset: a"):
+        make(tmp_path).predict(given)
 
 
 def test_every_unknown_option_is_told_and_the_nearest_name():

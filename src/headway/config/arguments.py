@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from headway.config import rules
-from headway.config.hf_options import HF_OPTIONS
+from headway.config.hf_options import HF_OPTIONS, HF_SHARES
 from headway.config.keywords import parameters_of
 from headway.config.secrets import names_secret
 from headway.config.typecheck import Problem, conform_fields, field_types, unknown_keys
@@ -96,9 +96,23 @@ class Arguments:
 
 def find_problems(args: Arguments) -> list[Problem]:
     """Wrong types and broken rules, in that order."""
-    problems = conform_fields(args)
+    problems = _conform(args)
     mistyped = {option for problem in problems for option in problem.options}
     return problems + rules.find_broken(args, skip=mistyped)
+
+
+def _conform(args: Any) -> list[Problem]:
+    """Values of a wrong type, with what to use for those that Hugging Face's options take."""
+    return [
+        Problem(found.options, f"{found.message}; {HF_SHARES[found.options[0]]}")
+        if found.options[0] in HF_SHARES and _is_share(getattr(args, found.options[0]))
+        else found
+        for found in conform_fields(args)
+    ]
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value < 1
 
 
 def collect(cls: type[Any], given: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
@@ -116,7 +130,7 @@ def collect(cls: type[Any], given: Mapping[str, Any]) -> tuple[Any, list[Problem
         else:
             value = field.default
         setattr(instance, field.name, value)
-    problems += conform_fields(instance)
+    problems += _conform(instance)
     fill_in(instance)
     seen = {problem.options for problem in problems}
     problems += [problem for problem in find_problems(instance) if problem.options not in seen]

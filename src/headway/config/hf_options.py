@@ -1,6 +1,7 @@
 """Options of Hugging Face's TrainingArguments that have another name here, or none.
 
-Owns: what to use in the place of each. Does not own: the options that both have (args).
+Owns: what to use in the place of each, and of values that only theirs take. Does not own: the
+options that both have (args).
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ _OLD_DEVICES = "the device is found by itself, leave it out; use_cpu and device 
 _NO_LENGTH_GROUPS = (
     "samples are not sorted by length here; packed data has little padding (TokenDataset with "
     "packing='best_fit')"
+)
+_NO_GENERATION = (
+    "evaluations do not generate; give TextgenCallback, or a callback whose on_evaluate calls "
+    "model.generate(...) on your data"
 )
 _IN_FSDP2 = "use FSDP2Trainer with FSDP2TrainingArguments(fsdp2={...})"
 _TRACKIO = "give TrackioCallback(...) in callbacks"
@@ -50,6 +55,9 @@ HF_OPTIONS: dict[str, str] = {
     "fsdp": _IN_FSDP2,
     "fsdp_config": _IN_FSDP2,
     "full_determinism": "call torch.use_deterministic_algorithms(True); seed does the rest",
+    "generation_config": _NO_GENERATION,
+    "generation_max_length": _NO_GENERATION,
+    "generation_num_beams": _NO_GENERATION,
     "group_by_length": _NO_LENGTH_GROUPS,
     "half_precision_backend": "use mixed_precision",
     "hub_always_push": _NO_UPLOAD,
@@ -63,7 +71,8 @@ HF_OPTIONS: dict[str, str] = {
     "include_inputs_for_metrics": _NO_METRICS,
     "include_num_input_tokens_seen": _ALWAYS,
     "include_tokens_per_second": _ALWAYS,
-    "label_names": "labels are called 'labels'; rename the column, or let the data collator do it",
+    "label_names": "labels are called 'labels': rename the column, or let the data collator do it; "
+    "what the model itself takes under other names (start_positions) it is given, leave it out",
     "label_smoothing_factor": "give compute_loss_func to the trainer",
     "length_column_name": _NO_LENGTH_GROUPS,
     "liger_kernel_config": "use fused_loss='liger', which is Liger's loss alone",
@@ -78,6 +87,7 @@ HF_OPTIONS: dict[str, str] = {
     "parallelism_config": "use DDPTrainer, FSDP2Trainer or PipelineTrainer",
     "per_gpu_eval_batch_size": "use per_device_eval_batch_size",
     "per_gpu_train_batch_size": "use per_device_train_batch_size",
+    "predict_with_generate": _NO_GENERATION,
     "prediction_loss_only": "evaluate() keeps the loss alone, leave it out",
     "project": "give the tracker's callback in callbacks, such as WandBCallback(project=...)",
     "push_to_hub": _NO_UPLOAD,
@@ -88,6 +98,7 @@ HF_OPTIONS: dict[str, str] = {
     "restore_callback_states_from_checkpoint": _ALWAYS,
     "save_only_model": "use checkpoint_components=['model'], from which no run can go on exactly",
     "skip_memory_metrics": "give PeakMemory() in callbacks to have them",
+    "sortish_sampler": _NO_LENGTH_GROUPS,
     "split_batches": "use global_batch_size",
     "tf32": "use float32_matmul_precision='high'",
     "torch_empty_cache_steps": "use gc_threshold",
@@ -102,3 +113,12 @@ HF_OPTIONS: dict[str, str] = {
     "use_mps_device": _OLD_DEVICES,
 }
 """Option -> what to do instead."""
+
+_EVERY = "for other lengths use {}_every, such as '0.1 epochs'"
+HF_SHARES: dict[str, str] = {
+    "eval_steps": _EVERY.format("eval"),
+    "logging_steps": _EVERY.format("log"),
+    "save_steps": _EVERY.format("save"),
+    "warmup_steps": "for a share of the training use warmup_ratio",
+}
+"""Option that takes a share of the training there, a number below 1 -> what to use instead."""

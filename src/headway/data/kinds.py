@@ -13,13 +13,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from headway.errors import ConfigError
 
 
-def classify(dataset: Any) -> str:
-    """How a dataset is read: "map" by index, "iterable" sample by sample, "batches" as it is."""
+def classify(dataset: Any, option: str | None = None) -> str:
+    """How a dataset is read: "map" by index, "iterable" sample by sample, "batches" as it is.
+
+    `option` is what the user calls it, for errors.
+    """
+    named = "" if option is None else f"{option}: "
     if isinstance(dataset, DataLoader) or _makes_batches(dataset):
         return "batches"
     if isinstance(dataset, Mapping):
         raise ConfigError(
-            f"a dataset is needed, got a {type(dataset).__name__} with the keys "
+            f"{named}a dataset is needed, got a {type(dataset).__name__} with the keys "
             f"{', '.join(map(str, dataset))}; choose one of them"
         )
     if isinstance(dataset, IterableDataset):
@@ -30,8 +34,8 @@ def classify(dataset: Any) -> str:
     elif hasattr(dataset, "__iter__"):
         return "iterable"
     raise ConfigError(
-        f"a {type(dataset).__name__} is no dataset; allowed: objects with __getitem__ and __len__, "
-        "iterables of samples, and loaders of batches"
+        f"{named}a {type(dataset).__name__} is no dataset; allowed: objects with __getitem__ and "
+        "__len__, iterables of samples, and loaders of batches"
     )
 
 

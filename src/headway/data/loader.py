@@ -106,7 +106,7 @@ class WindowLoader:
         self._stored_stream: dict[str, Any] | None = None
         self._stream: SampleStream | BatchStream | None = None
         self._stream_ended = False
-        self.kind = classify(dataset)
+        self.kind = classify(dataset, option)
         self.is_sharded = self.kind != "map" and world_size > 1 and is_sharded(dataset)
         self._stream_deal = (
             replace(self.deal, rank=0, world_size=1) if self.is_sharded else self.deal

@@ -189,3 +189,14 @@ def test_a_complete_run_that_is_only_evaluated_again_keeps_its_summary(
     assert records[-1] == summary and summary["train_samples"] > 0
     after = run(3, **evaluated)
     assert steps_of(after, "summary") == [3] and steps_of(after, "eval") == [2, 3]
+
+
+class MeasureTraining(TrainerCallback):
+    def on_step_end(self, trainer: Any) -> None:
+        trainer.evaluate(trainer.train_dataset, metric_key_prefix="train")
+
+
+def test_an_evaluation_called_train_is_no_summary(tmp_path: Path) -> None:
+    tiny_trainer(tmp_path, [MeasureTraining(), JsonLogger()], max_steps=2).train()
+    records = read_json_log(tmp_path / "out" / "trainer_logs.jsonl")
+    assert steps_of(records, "eval") == [1, 2] and steps_of(records, "summary") == [2]

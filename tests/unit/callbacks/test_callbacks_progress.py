@@ -236,7 +236,9 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], told: str) -> None
 
 def test_the_last_row_is_shown_although_it_came_too_soon() -> None:
     callback = ProgressCallback(output_stream=io.StringIO())
-    lines = log_steps(callback, *[RECORD] * 50, {"train_runtime": 1.0, "step": 50})
+    lines = log_steps(
+        callback, *[RECORD] * 50, {"train_runtime": 1.0, "train_samples": 9, "step": 50}
+    )
     rows = [line for line in lines if "/100 " in line]
     assert 4 <= len(rows) < 12 and "step 50/100 " in rows[-1]
-    assert lines[-3].endswith("Training summary") and lines[-4] == rows[-1]
+    assert lines[-4].endswith("Training summary") and lines[-5] == rows[-1]

@@ -27,8 +27,8 @@ class JsonLogger(TrainerCallback):
     by name are recorded when the run starts.
 
     A resumed run drops the records that came after its checkpoint, but for the summary of a run
-    that has nothing left to train; a fresh one keeps an older file under another name. A record that cannot be written, as on a full disk, is left out, and
-    the next one is tried again.
+    that has nothing left to train; a fresh one keeps an older file under another name. A record
+    that cannot be written, as on a full disk, is left out, and the next one is tried again.
     """
 
     failure_policy = "disable"
@@ -174,12 +174,17 @@ class JsonLogger(TrainerCallback):
 
 def record_type(logs: dict[str, Any]) -> str:
     """What a record of the log is: train, eval or summary."""
-    if "train_runtime" in logs:
+    if is_summary(logs):
         return "summary"
     measured = any(key.endswith(("_loss", "_runtime")) or key.startswith("eval/") for key in logs)
     if "loss" in logs or not measured:
         return "train"
     return "eval"
+
+
+def is_summary(logs: dict[str, Any]) -> bool:
+    """Whether a record ends a run; an evaluation of training data may be named train too."""
+    return "train_runtime" in logs and "train_samples" in logs
 
 
 def _find_obstacle(path: Path) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from headway.callbacks.log.json_logger import is_summary
 from headway.callbacks.watch.shards import Shards, find_shards, measure_squares
 from headway.callbacks.watch.sharing import join_numbers
 from headway.engine.events import TrainerCallback
@@ -41,7 +42,7 @@ class WeightNormLogger(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any]
     ) -> None:
         # The summary comes without `on_log_step`, and is in the history already.
-        if "train_runtime" in logs and "weight_norm" not in logs:
+        if is_summary(logs) and "weight_norm" not in logs:
             self._add(state, logs)
             if "weight_norm" in logs and state.log_history:
                 state.log_history[-1]["weight_norm"] = logs["weight_norm"]
