@@ -167,3 +167,49 @@ def test_arguments_go_by_name_too():
         TypeError, match=r"TrainingArguments takes its options by name, .*output_dir="
     ):
         TrainingArguments("run", learning_rate=1e-3)
+
+
+@pytest.mark.parametrize("passes_on", [False, True])
+def test_a_log_method_of_theirs_is_called_for_every_record(tmp_path, passes_on):
+    class Older(Trainer):
+        def log(self, logs):
+            super().log({**logs, "own": 1.0})
+
+    class Newer(Trainer):
+        def log(self, logs, start_time=None):
+            super().log({**logs, "own": 1.0}, start_time)
+
+    class Adds(headway.TrainerCallback):
+        def on_log_step(self, logs):
+            logs["added"] = 2.0
+
+    trainer = make(tmp_path, Newer if passes_on else Older, callbacks=[Adds()])
+    trainer.train()
+    *steps, summary = trainer.state.log_history
+    assert steps and all((record["own"], record["added"]) == (1.0, 2.0) for record in steps)
+    assert summary["own"] == 1.0 and "added" not in summary
+
+
+def test_overridden_methods_that_a_run_does_not_go_through_are_told(tmp_path, caplog):
+    class Own(Trainer):
+        def evaluate(self, *given, **named):
+            return super().evaluate(*given, **named)
+
+        def save_model(self, *given, **named):
+            return super().save_model(*given, **named)
+
+    make(tmp_path, eval_dataset=tiny_dataset(8))
+    quiet = TrainingArguments(output_dir=str(tmp_path), save_strategy="no")
+    make(tmp_path, Own, args=quiet, eval_dataset=tiny_dataset(8))
+    assert "called by your program alone" not in caplog.text
+    wanted = TrainingArguments(output_dir=str(tmp_path), eval_strategy="epoch")
+    make(tmp_path, Own, args=wanted, eval_dataset=tiny_dataset(8))
+    for name, event in (("evaluate", "on_evaluate"), ("save_model", "on_save")):
+        assert f"Own.{name} is called by your program alone" in caplog.text
+        assert f"a callback with {event} for these" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["_maybe_log_save_evaluate", "_remove_unused_columns"])
+def test_inner_methods_that_programs_override_are_refused_too(tmp_path, name):
+    with pytest.raises(ConfigError, match=f"Own defines {name}, which Headway never calls"):
+        make(tmp_path, type("Own", (Trainer,), {name: lambda self, *given: None}))

@@ -401,7 +401,7 @@ class TrainingLoop:
             record["peak_mem_allocated"] = self._peak_bytes_of_ranks()
             torch.cuda.reset_peak_memory_stats(p.strategy.device)
         self.delivery.start_interval()
-        p.log(record, True)
+        p.log(record)
 
     def _peak_bytes_of_ranks(self) -> list[int]:
         p = self.parts

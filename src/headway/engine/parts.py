@@ -48,8 +48,8 @@ class LoopParts:
     save_trigger: Trigger
     steps_per_epoch: int
     flops_per_token: float
-    log: Callable[[dict[str, Any], bool], None]
-    """Deliver a record; the second argument says whether `on_log_step` goes first."""
+    log: Callable[[dict[str, Any]], None]
+    """Deliver the record of a step, after `on_log_step`."""
     evaluate: Callable[[Callable[[], bool]], dict[str, float] | None]
     """Evaluate unless the argument, asked between batches, says to end: then None."""
     save: Callable[[dict[str, float] | None, str], None]

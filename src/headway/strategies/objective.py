@@ -80,8 +80,8 @@ class Objective:
         outputs, labels, counted = self._call(model, batch, num_targets)
         if self._computes is not None:
             with naming("compute_loss_func"):
-                loss = self._computes(outputs, labels, num_items_in_batch=num_targets)
-            return _require_loss(loss)
+                found = self._computes(outputs, labels, num_items_in_batch=num_targets)
+            return _require_loss(found)
         loss = _find_loss(outputs)
         if loss is not None:
             return loss if counted else weigh_mean(loss, own, num_targets)

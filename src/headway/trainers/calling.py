@@ -7,6 +7,7 @@ Hugging Face's Trainer that programs give or override. Does not own: the argumen
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -14,6 +15,8 @@ from headway.args import TrainingArguments
 from headway.config.keywords import parameters_of
 from headway.config.typecheck import unknown_keys
 from headway.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _METRICS = "give compute_metrics to the trainer, call predict(), or give an EvaluatorCallback"
 _OPTIMIZER = "give optimizer_factory, optimizer_cls_and_kwargs or optimizer_groups"
@@ -25,14 +28,32 @@ _HF_PARAMETERS = {
     "optimizers": "give optimizer_factory(param_groups) and lr_scheduler_factory(optimizer)",
     "tokenizer": "use processing_class",
 }
+_NO_CONTEXT = "use mixed_precision; a forward hook of the model can do the rest"
+_SAVES = "give a callback with on_save, checkpoint_files or state_dict"
+_LOADS = "give a callback with on_load or load_state_dict"
+_COLUMNS = "give a data_collator of your own, which gets all columns"
 _HF_METHODS = {
+    "_determine_best_metric": "use metric_for_best_model",
+    "_evaluate": _METRICS,
+    "_get_collator_with_removed_columns": _COLUMNS,
     "_get_eval_sampler": _LOADER,
     "_get_train_sampler": _LOADER,
     "_inner_training_loop": _STEP,
+    "_load_best_model": "give a callback with on_load_model_weights",
+    "_load_from_checkpoint": _LOADS,
+    "_load_optimizer_and_scheduler": _LOADS,
+    "_maybe_log_save_evaluate": "give a callback with on_log_step, on_evaluate or on_save",
+    "_prepare_input": "give a data_collator, or a callback with on_window",
     "_prepare_inputs": "give a data_collator, or a callback with on_window",
-    "_save": "give a callback with on_save",
-    "_save_checkpoint": "give a callback with on_save",
+    "_remove_unused_columns": _COLUMNS,
+    "_save": _SAVES,
+    "_save_checkpoint": _SAVES,
+    "_save_optimizer_and_scheduler": _SAVES,
+    "_set_signature_columns_if_needed": _COLUMNS,
+    "_wrap_model": "give the model wrapped, or model_init",
+    "autocast_smart_context_manager": _NO_CONTEXT,
     "compute_loss": _LOSS,
+    "compute_loss_context_manager": _NO_CONTEXT,
     "create_optimizer": _OPTIMIZER,
     "create_optimizer_and_scheduler": f"{_OPTIMIZER}, and lr_scheduler_factory",
     "create_scheduler": "give lr_scheduler_factory",
@@ -47,6 +68,11 @@ _HF_METHODS = {
     "prediction_step": _METRICS,
     "training_step": _STEP,
 }
+_OWN_CALLS = {
+    "evaluate": ("evaluations", "on_evaluate"),
+    "save_model": ("checkpoints", "on_save"),
+}
+"""Methods that both have, but Hugging Face's loop calls too -> where, and what is called here."""
 _UPLOAD = "nothing is uploaded here, push the folder that save_model() writes"
 _LOGGED = "log records are in trainer_logs.jsonl and state.log_history"
 _HF_ATTRIBUTES = {
@@ -140,6 +166,21 @@ class Calling:
         ]
         if problems:
             raise ConfigError(problems)
+
+    def _warn_of_overrides(self) -> None:
+        """Tell which methods of a subclass the run itself goes without."""
+        wanted = {"evaluate": self.args.do_eval, "save_model": self.args.save_strategy != "no"}
+        for name, (what, event) in _OWN_CALLS.items():
+            owner = next(cls for cls in type(self).__mro__ if name in vars(cls))
+            if wanted[name] and not owner.__module__.startswith("headway."):
+                logger.warning(
+                    "%s.%s is called by your program alone, not for the %s of a run: give a "
+                    "callback with %s for these",
+                    owner.__name__,
+                    name,
+                    what,
+                    event,
+                )
 
     @classmethod
     def uncalled_methods(cls) -> list[str]:

@@ -48,7 +48,7 @@ class Evaluation:
     def _loader(self, dataset: Any, option: str, *, training: bool = False) -> WindowLoader:
         raise NotImplementedError
 
-    def log(self, logs: dict[str, Any], with_step_event: bool = False) -> None:
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         raise NotImplementedError
 
     def evaluate(

@@ -68,10 +68,16 @@ class Recording:
         """A metric recorded in the current step; reading the number may wait for the device."""
         return self.metrics.get(self.state.global_step, name, namespace)
 
-    def log(self, logs: dict[str, Any], with_step_event: bool = False) -> None:
-        """Append a record to the history and deliver it to the callbacks."""
-        if with_step_event:
-            self.bus.fire("on_log_step", logs=logs)
+    def _log_step(self, logs: dict[str, Any]) -> None:
+        """Log the record of a step, to which callbacks may add before."""
+        self.bus.fire("on_log_step", logs=logs)
+        self.log(logs)
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Append a record to the history and deliver it to the callbacks.
+
+        `start_time` is there for subclasses that pass it on, as Hugging Face's do.
+        """
         logs.setdefault("epoch", self.state.epoch)
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.bus.fire("on_log", logs=logs)

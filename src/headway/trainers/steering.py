@@ -57,7 +57,7 @@ class Steering:
     def asked_to_end(self) -> bool:
         raise NotImplementedError
 
-    def log(self, logs: dict[str, Any], with_step_event: bool = False) -> None:
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         raise NotImplementedError
 
     @property

@@ -148,6 +148,7 @@ class Trainer(
         self._lr_scheduler_factory = lr_scheduler_factory
         self._enable_activation_checkpoint_fn = enable_activation_checkpoint_fn
         self._check_functions()
+        self._warn_of_overrides()
         self._fused_loss = choose_fused_loss(args, fused_loss_factory, device, compute_loss_func)
         self._fuses_its_own = fused_loss_factory is not None
         self._run_config = run_config
@@ -462,7 +463,7 @@ class Trainer(
             save_trigger=plan.save_trigger,
             steps_per_epoch=plan.steps_per_epoch,
             flops_per_token=flops_per_token(self.model, loader.dataset),
-            log=self.log,
+            log=self._log_step,
             evaluate=self.timing.tell("evaluate", self._evaluate_in_training),
             save=self.timing.tell("save", saver.save),
             save_at_start=saver.hold,
