@@ -91,6 +91,11 @@ for _name, _pattern, _first in _SCALARS:
 def read_file(path: Path, shown: str | None = None) -> Node:
     """One YAML file as a tree; the root is a mapping."""
     name = shown or str(path)
+    if path.suffix == ".py" and path.is_file():
+        raise ConfigError(
+            f"{name}: is a Python program, and a run file is a YAML file; start it with python, or "
+            "on several ranks with torchrun"
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

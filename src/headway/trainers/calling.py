@@ -110,6 +110,7 @@ class Calling:
     """The part of a trainer that looks at how it is made."""
 
     arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
+    args: TrainingArguments
 
     def __new__(cls, *positional: Any, **given: Any) -> Self:
         parameters = parameters_of(cls)

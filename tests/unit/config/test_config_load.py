@@ -319,3 +319,10 @@ def test_what_follows_from_a_refused_value_is_not_told_as_a_mistake():
 def test_a_file_that_is_no_mapping_is_not_shown_in_full(write):
     (problem,) = problems_of(write("1 2 3 " * 500))
     assert "must hold a mapping of keys, found '1 2 3" in problem and len(problem) < 300
+
+
+def test_a_program_is_no_run_file(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text("args = dict(max_steps=1)\n")
+    with pytest.raises(ConfigError, match=r"train.py: is a Python program, .* with torchrun"):
+        load_run(program)
