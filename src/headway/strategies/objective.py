@@ -203,7 +203,7 @@ class Objective:
                 f"the model {self._model_name} returns no loss and the batch has no 'labels' to "
                 f"compare its logits with; add labels in the data collator"
             )
-        if logits.dim() == labels.dim() + 1 and not labels.is_floating_point():
+        if logits.shape[:-1] == labels.shape and not labels.is_floating_point():
             if are_beside_inputs(batch, labels):
                 return cross_entropy_sum(logits, labels)
             return torch.nn.functional.cross_entropy(
@@ -211,8 +211,8 @@ class Objective:
             )
         raise ConfigError(
             f"logits of shape {tuple(logits.shape)} from {self._model_name} do not fit labels of "
-            f"shape {tuple(labels.shape)} ({labels.dtype}) as classes; pass compute_loss_func to "
-            "say what the loss is"
+            f"shape {tuple(labels.shape)} ({labels.dtype}) as classes, which stand last in "
+            "logits; pass compute_loss_func to say what the loss is"
         )
 
 

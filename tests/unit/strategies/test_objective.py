@@ -169,6 +169,11 @@ class BadShape(Tiny):
             (IDS, torch.ones(IDS.shape)),
             r"do not fit labels .*float32\) as classes",
         ),
+        (
+            nn.Conv2d(1, 3, 1),
+            (torch.zeros(2, 1, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64)),
+            r"\(2, 3, 4, 4\) from Conv2d do not fit labels .* as classes, which stand last",
+        ),
         (ReturnsLogits(), "text", "a batch must be a dict of tensors"),
     ],
 )
