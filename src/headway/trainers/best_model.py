@@ -190,7 +190,8 @@ def _find_best(
         if _metric(place, metric_name) == metric and str(place) not in damaged:
             return place
     if best is None:
-        what = "evaluated one is whole" if damaged else "checkpoint was evaluated"
+        counted = f"checkpoint has an evaluation with a number as {metric_name!r}"
+        what = "evaluated one is whole" if damaged else counted
         logger.warning(
             "load_best_model_at_end: no %s; the model keeps the weights of the last step, %d",
             what,

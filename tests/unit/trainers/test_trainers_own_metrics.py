@@ -153,3 +153,14 @@ def test_which_function_failed_is_told_in_training_too(tmp_path):
     trainer = make(tmp_path, train_dataset=sentences(), compute_loss_func=broken)
     with pytest.raises(KeyError, match="compute_loss_func: absent"):
         trainer.train()
+
+
+def test_a_metric_that_is_never_a_number_is_told_where_the_best_is_wanted(tmp_path, caplog):
+    trainer = make(
+        tmp_path, train_dataset=sentences(), eval_dataset=sentences(), max_steps=1,
+        eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
+        metric_for_best_model="f1", compute_metrics=lambda found: {"f1": float("nan")},
+    )  # fmt: skip
+    trainer.train()
+    assert "no checkpoint has an evaluation with a number as 'f1'" in caplog.text
+    assert trainer.state.best_metric is None
