@@ -290,6 +290,18 @@ def test_rules_that_only_warn(trainer, options, message):
         make("single", options).validate()
 
 
+@pytest.mark.parametrize("metric", ["accuracy", "eval_accuracy"])
+def test_what_the_best_are_kept_by_is_told_where_another_metric_is_given(metric):
+    options = {"preserve_best_model": True, "metric_for_best_model": metric}
+    with pytest.warns(UserWarning, match="by best_model_metric='loss', not by metric_for_best"):
+        make("single", options).validate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make("single", {**options, "best_model_metric": "accuracy"}).validate()
+        make("single", {"metric_for_best_model": metric}).validate()
+        make("single", {"preserve_best_model": True}).validate()
+
+
 @pytest.mark.parametrize(
     ("options", "message", "cure"),
     [

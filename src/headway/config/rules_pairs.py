@@ -127,6 +127,19 @@ def _one_metric_for_the_best(args: Any) -> str | None:
     )
 
 
+def _kept_by_another_metric(args: Any) -> str | None:
+    if not getattr(args, "preserve_best_model", False):
+        return None
+    metric, ranked_by = args.metric_for_best_model, args.best_model_metric
+    same = str(metric).removeprefix("eval_") == str(ranked_by).removeprefix("eval_")
+    if same or ranked_by != default_of(args, "best_model_metric"):
+        return None
+    return (
+        f"preserve_best_model keeps checkpoints by best_model_metric={ranked_by!r}, not by "
+        f"metric_for_best_model={metric!r}; give best_model_metric={metric!r} if that is meant"
+    )
+
+
 def _load_what_is_kept(args: Any) -> str | None:
     kept = getattr(args, "checkpoint_components", None)
     if kept is None or args.load_components is None:
@@ -468,6 +481,8 @@ RULES: list[Rule] = [
                  "preserve_best_model"), "args",
          "load_best_model_at_end and preserve_best_model together go by one metric.",
          _one_metric_for_the_best),
+    Rule("H130", ("metric_for_best_model", "best_model_metric", "preserve_best_model"), "args",
+         "preserve_best_model goes by best_model_metric.", _kept_by_another_metric, "warn"),
     Rule("H76", ("load_components", "checkpoint_components"), "args",
          "A resume restores parts that the run's checkpoints hold.", _load_what_is_kept),
     Rule("H77", ("load_best_model_at_end", "checkpoint_components"), "args",
