@@ -234,7 +234,10 @@ def save_pretrained(
     if config is not None:
         _write_json(folder / "config.json", config)
         own = generation_config_of(model)
-        _write_json(folder / "generation_config.json", own or generation_config(config))
+        if own is None and not is_of_transformers(type(model)):  # one of theirs cannot generate
+            own = generation_config(config)
+        if own is not None:
+            _write_json(folder / "generation_config.json", own)
     tensors, _ = state_for_export(model)
     shards = plan_shards({name: _num_bytes(t) for name, t in tensors.items()}, max_shard_bytes)
     weight_map: dict[str, str] = {}

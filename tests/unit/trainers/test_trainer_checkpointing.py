@@ -282,6 +282,17 @@ def test_a_models_generation_config_goes_along(tmp_path):
     assert not verify(tmp_path / "out" / "checkpoint-1")
 
 
+def test_a_model_that_cannot_generate_has_no_generation_config(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = tiny_llama().config
+    config.pad_token_id = 0
+    trainer = tiny_trainer(tmp_path, max_steps=1)
+    trainer.model, trainer.model_init = transformers.LlamaForSequenceClassification(config), None
+    trainer.save_model(str(tmp_path / "model"))
+    assert (tmp_path / "model" / "config.json").is_file()
+    assert not (tmp_path / "model" / "generation_config.json").exists()
+
+
 def test_a_save_under_another_name_is_not_subject_to_retention(tmp_path):
     def save(trainer):
         trainer.save_checkpoint(checkpoint_id=999)
