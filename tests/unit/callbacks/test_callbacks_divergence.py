@@ -171,6 +171,32 @@ def test_a_metric_of_another_callback(tmp_path: Path) -> None:
     assert trainer.train().global_step == 10
 
 
+class MeasureOther(TrainerCallback):
+    def on_step_end(self, trainer: Any) -> None:
+        trainer.evaluate(trainer.train_dataset, metric_key_prefix="other")
+
+
+@pytest.mark.parametrize("others", [[], [MeasureOther()]])
+@pytest.mark.parametrize("watched", [{}, {"use_eval_loss": True}])
+def test_evaluations_may_come_before_the_first_record(
+    tmp_path: Path, watched: dict[str, Any], others: list[Any]
+) -> None:
+    trainer = tiny_trainer(
+        tmp_path, [*others, DivergenceDetector(**watched)], max_steps=4, logging_steps=4,
+        eval_strategy="steps", eval_steps=2,
+    )  # fmt: skip
+    assert trainer.train().global_step == 4
+
+
+def test_a_name_that_neither_records_nor_evaluations_have_is_told(tmp_path: Path) -> None:
+    trainer = tiny_trainer(
+        tmp_path, [DivergenceDetector(metric_key="los")], max_steps=4, logging_steps=2,
+        eval_strategy="steps", eval_steps=1,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"los'; did you mean 'loss'.*"):
+        trainer.train()
+
+
 def test_names_that_do_not_exist_are_told_with_the_nearest(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path / "a", [DivergenceDetector(metric_key="grad_nrm")], max_steps=3)
     with pytest.raises(ConfigError, match=r"grad_nrm.*did you mean 'grad_norm'"):

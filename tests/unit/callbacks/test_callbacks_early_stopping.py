@@ -194,3 +194,17 @@ def test_a_metric_of_steps_that_never_comes_is_told_with_the_nearest(
         early = EarlyStoppingCallback(9, metric=name)
         tiny_trainer(tmp_path, [early], max_steps=2).train()
         assert ("'train/CE los' never came; did you mean 'train/CE loss'" in caplog.text) is told
+
+
+class MeasureOther(TrainerCallback):
+    def on_step_end(self, trainer: Any) -> None:
+        trainer.evaluate(trainer.train_dataset, metric_key_prefix="other")
+
+
+def test_evaluations_of_other_data_are_none_of_its_business(tmp_path: Path) -> None:
+    early = EarlyStoppingCallback(early_stopping_patience=5)
+    trainer = tiny_trainer(
+        tmp_path, [MeasureOther(), early], eval_strategy="steps", eval_steps=2, max_steps=4
+    )
+    trainer.train()
+    assert trainer.state.global_step == 4 and early.best == trainer.state.best_metric

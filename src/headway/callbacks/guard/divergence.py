@@ -111,6 +111,8 @@ class DivergenceDetector(TrainerCallback):
         # Whoever watches something else would not see it.
         self.decides_nonfinite = action == "rollback" and self.metric_key in _OF_EACH_STEP
         self._source: str | None = None
+        self._lacking: dict[str, Mapping[str, Any]] = {}
+        """What came without the metric, by where it came."""
         """The event that brings the metric: one that two events bring is observed once."""
         self._good_step = self._last_step = 0
         self._told_nonfinite = False
@@ -124,6 +126,7 @@ class DivergenceDetector(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, trainer: Any) -> None:
         self._source = None
+        self._lacking = {}
         self._told_nonfinite = False
         if self.rule.observation_count == 0:
             self._good_step = self._last_step = state.global_step
@@ -173,11 +176,12 @@ class DivergenceDetector(TrainerCallback):
             self._observe(
                 "on_log", state.global_step, logs[self.metric_key], state, control, trainer
             )
-        elif self._source is None and "grad_norm" in logs and not args.do_eval:
-            self._refuse_name(logs)
+        elif "grad_norm" in logs:
+            self._miss("on_log", logs, args)
 
     def on_evaluate(
         self,
+        args: Any,
         state: TrainerState,
         control: TrainerControl,
         metrics: Mapping[str, Any],
@@ -189,8 +193,8 @@ class DivergenceDetector(TrainerCallback):
             self._observe(
                 "on_evaluate", state.global_step, metrics[self.metric_key], state, control, trainer
             )
-        elif self._source is None:
-            self._refuse_name(metrics)
+        elif "eval_runtime" in metrics:  # not one of other data, under another prefix
+            self._miss("on_evaluate", metrics, args)
 
     def on_metrics(
         self,
@@ -267,8 +271,16 @@ class DivergenceDetector(TrainerCallback):
     def _act(self, why: str, step: int, control: TrainerControl, state: TrainerState) -> None:
         self.recovery.act(why, control, state, good_step=self._good_step, bad_step=step)
 
-    def _refuse_name(self, found: Mapping[str, Any]) -> None:
-        raise ConfigError(f"{self.name}: metric_key: " + unknown("metric", self.metric_key, found))
+    def _miss(self, source: str, found: Mapping[str, Any], args: Any) -> None:
+        """Refuse a name that nothing has which could have it: records of steps, evaluations."""
+        self._lacking |= {source: found}
+        of_evaluations = self.metric_key.startswith(_EVALUATION)
+        could = [] if of_evaluations else ["on_log"]
+        could += ["on_evaluate"] if of_evaluations or args.do_eval else []
+        if self._source is None and all(place in self._lacking for place in could):
+            names = [name for each in self._lacking.values() for name in each]
+            problem = unknown("metric", self.metric_key, dict.fromkeys(names))
+            raise ConfigError(f"{self.name}: metric_key: {problem}")
 
     # State
 

@@ -122,6 +122,8 @@ class EarlyStoppingCallback(TrainerCallback):
             if metrics.get(found) is not None:
                 self._judge(found, float(metrics[found]), state.global_step, args, state, control)
                 return
+        if "eval_runtime" not in metrics:  # of other data, under another prefix
+            return
         option = "metric" if self.metric else "metric_for_best_model"
         raise ConfigError(f"{self.name}: {option}: " + unknown("evaluation metric", name, metrics))
 
