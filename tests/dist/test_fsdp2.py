@@ -46,6 +46,16 @@ class Case:
     fused: bool = False
 
 
+def _sharing_layers() -> nn.Module:
+    """Two layers have one matrix, two others one module, a fifth one the last norm's weight."""
+    model = tiny_decoder(num_layers=6)
+    layers: Any = model.model.layers
+    layers[2].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    layers[3].mlp = layers[1].mlp
+    layers[4].input_layernorm.weight = model.model.norm.weight
+    return model
+
+
 def _ignore(event: str) -> None:
     pass
 
@@ -122,6 +132,8 @@ TWO_RANKS = {
     "offloaded": Case({"cpu_offload": True}),
     "llama": Case(make=tiny_llama),
     "tied llama": Case(make=partial(tiny_llama, tie_word_embeddings=True)),
+    "layers that share": Case(make=_sharing_layers),
+    "layers that share, recomputed": Case(make=_sharing_layers, recompute=True),
     "ready": Case(ready=True),
     "path": Case({"transformer_layers_path": "model.layers"}, fused=True),
 }

@@ -1,11 +1,14 @@
 """The repeated blocks of a model, by a path or found by their looks.
 
-Owns: reading `transformer_layers_path`, and the search. Does not own: what is done with blocks.
+Owns: reading `transformer_layers_path`, the search, and which blocks have parameters of their own.
+Does not own: what is done with blocks.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -60,6 +63,49 @@ def search_blocks(model: nn.Module) -> Blocks:
         if type(blocks[0]) is kind
         for key, block in named[name].named_children()
     ]
+
+
+def keep_apart(model: nn.Module, parts: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those parts of a model that can be gathered on their own; an inner one comes before an outer.
+
+    A parameter that is used in two of them, or elsewhere too, has to be gathered with the whole.
+    """
+    kept = list(parts)
+    while True:
+        users: dict[int, set[int]] = defaultdict(set)
+        _note_users(model, model, {id(part) for part in kept}, users)
+        sharing = {user for those in users.values() if len(those) > 1 for user in those}
+        first = next((part for part in kept if id(part) in sharing), None)
+        if first is None:
+            break
+        # One at a time: what it shared may be shared inside of the part around it alone.
+        kept = [part for part in kept if part is not first]
+    if len(kept) < len(parts):
+        held = {id(part) for part in kept}
+        names = [
+            clean_name(name)
+            for name, module in model.named_modules()
+            if id(module) not in held and any(module is part for part in parts)
+        ]
+        logger.warning(
+            "%s: %d of %d parts share parameters with each other or with the rest of the model, "
+            "and are gathered together with it, which saves less memory: %s",
+            type(model).__name__,
+            len(names),
+            len(parts),
+            ", ".join(names[:4]) + (" and more" if len(names) > 4 else ""),
+        )
+    return kept
+
+
+def _note_users(
+    module: nn.Module, part: nn.Module, parts: Collection[int], users: dict[int, set[int]]
+) -> None:
+    """By parameter: the innermost parts that have it, once for each place in the model."""
+    for parameter in module.parameters(recurse=False):
+        users[id(parameter)].add(id(part))
+    for child in module.children():
+        _note_users(child, child if id(child) in parts else part, parts, users)
 
 
 def _describe_lost(path: str, model: nn.Module, named: dict[str, nn.Module]) -> str:

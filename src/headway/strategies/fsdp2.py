@@ -35,7 +35,7 @@ from headway.errors import ConfigError, unknown
 from headway.models.generation import generate
 from headway.precision.scaler import backward
 from headway.strategies.base import EvalStep, Notify
-from headway.strategies.blocks import find_blocks
+from headway.strategies.blocks import find_blocks, keep_apart
 from headway.strategies.fsdp_groups import drop_gradients, groups_of, reduce_unused
 from headway.strategies.objective import Objective
 from headway.strategies.ranked import (
@@ -122,12 +122,12 @@ class FullyShardedStrategy(RankedStrategy):
                     "tensor of shape [1]"
                 )
         path = options.transformer_layers_path if options.shard_transformer_layers else ""
-        blocks = find_blocks(model, path)
+        blocks = keep_apart(model, [block for _, block in find_blocks(model, path)])
         offload = OffloadPolicy()
         if options.cpu_offload:
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         common: dict[str, Any] = {"mesh": self._mesh, "offload_policy": offload}
-        for _, block in blocks:
+        for block in blocks:
             fully_shard(
                 block,
                 reshard_after_forward=options.reshard_after_forward,
@@ -150,7 +150,7 @@ class FullyShardedStrategy(RankedStrategy):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if self.device.type == "cuda":
-            _prefetch([block for _, block in blocks])
+            _prefetch(blocks)
 
     def _place_buffers(self, model: nn.Module) -> None:
         dtype = _DTYPES.get(self._options.buffer_dtype or "")

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway.dist.group import DistributedContext, host_group
 from headway.errors import ConfigError, unknown
-from headway.strategies.blocks import DEFAULT_PATH, find_blocks
+from headway.strategies.blocks import DEFAULT_PATH, find_blocks, keep_apart
 from headway.strategies.deepspeed import (
     DeepSpeedConfig,
     build_deepspeed_config,
@@ -242,7 +242,7 @@ def _wrap_fsdp(
     }
     if "mesh" not in options:
         options["mesh"] = init_device_mesh(ctx.device.type, (ctx.world_size,))
-    parts = _parts_to_gather(model, config.auto_wrap_min_params)
+    parts = keep_apart(model, _parts_to_gather(model, config.auto_wrap_min_params))
     for part in parts:
         fully_shard(part, **options)
     if "mp_policy" not in kwargs and dtype is not None:

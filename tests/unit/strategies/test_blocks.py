@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from headway.errors import ConfigError
-from headway.strategies.blocks import DEFAULT_PATH, find_blocks
+from headway.strategies.blocks import DEFAULT_PATH, find_blocks, keep_apart
 from headway.testing import tiny_decoder, tiny_llama
 
 
@@ -91,3 +91,46 @@ def test_a_path_that_leads_nowhere_is_refused(path: str, text: str) -> None:
 def test_a_path_in_a_model_without_lists_is_refused() -> None:
     with pytest.raises(ConfigError, match="which has no list of modules; '' shards"):
         find_blocks(nn.Linear(2, 2), "layers")
+
+
+class Shared(nn.Module):
+    """Layers: the first two have one weight, the third one's is the head's, the fourth is twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(5))
+        self.layers.append(self.layers[3])
+        self.head = nn.Linear(2, 2)
+        self.layers[1][0].weight = self.layers[0][0].weight
+        self.layers[2][0] = self.head
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return [block for _, block in find_blocks(self, "layers")]
+
+
+def test_parts_that_share_parameters_are_left_to_the_whole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Shared()
+    assert keep_apart(model, model.blocks) == [model.layers[3], model.layers[4]]
+    assert "Shared: 3 of 5 parts share parameters" in caplog.text
+    assert caplog.text.rstrip().endswith("layers.0, layers.1, layers.2")
+
+
+def test_a_part_around_one_that_shares_is_left_to_the_whole_too() -> None:
+    model = Shared()
+    inner, outer = model.layers[0][0], model.layers[0]
+    assert keep_apart(model, [inner, outer, model.layers[4]]) == [model.layers[4]]
+
+
+def test_what_is_shared_inside_of_a_part_alone_does_not_matter() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    model[0][0].weight = model[0][1].weight
+    assert keep_apart(model, [model[0][0], model[0], model[1]]) == [model[0], model[1]]
+
+
+def test_parts_of_a_model_that_shares_nothing_stay(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_decoder(tie_embeddings=True)
+    blocks = [block for _, block in find_blocks(model, DEFAULT_PATH)]
+    assert keep_apart(model, blocks) == blocks and not caplog.text

@@ -250,6 +250,12 @@ def _wrap_on_rank() -> dict[str, Any]:
     )
     assert stack(torch.ones(1, 8)).dtype == torch.float32
     facts["by size"] = [name for name, m in stack.named_modules() if isinstance(m, FSDPModule)]
+    tied = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 9, bias=False))
+    tied[2].weight = tied[0].weight
+    wrap_model_distributed(tied, strategy="fsdp", ctx=ctx, fsdp_config={"auto_wrap_min_params": 1})
+    tied(torch.arange(3)).sum().backward()
+    assert tied[2].weight is tied[0].weight and tied[0].weight.grad is not None
+    facts["tied, by size"] = [n for n, m in tied.named_modules() if isinstance(m, FSDPModule)]
     lonely = wrap_model_distributed(
         decoder(3 + ctx.rank),
         strategy="fsdp",
@@ -286,3 +292,4 @@ def test_two_ranks_reduce_to_the_mean_of_one_process() -> None:
         ]
         assert facts["blocks too small"] == ["FSDPDecoder"]
         assert facts["by size"] == ["", "1", "2.0"]
+        assert facts["tied, by size"] == ["", "1"]
