@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -348,3 +350,60 @@ def test_of_a_peft_model_the_adapters_alone_are_written_on_several_ranks_too(
         assert found == {"adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"}
         held = load_file(tmp_path / name / "adapter_model.safetensors")
         assert {*held} == {"lora_A.weight"} and torch.equal(held["lora_A.weight"], weight)
+
+
+class Prompted(Adapted):
+    """Stands for one that saves what a module of its own gives, as prompt tuning does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt_encoder = nn.Embedding(4, 8)
+        self.peft_config = {"default": SimpleNamespace(is_prompt_learning=True)}
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        chosen = {"prompt": self.prompt_encoder(torch.arange(4)).detach()}
+        save_file(chosen, f"{save_directory}/adapter_model.safetensors")
+
+
+class Watched(Adapted):
+    """Notes how much it was given of what it does not save."""
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        state = kwargs["state_dict"]
+        with_values = sorted(name for name, tensor in state.items() if not tensor.is_meta)
+        Path(save_directory, "given.txt").write_text(" ".join(with_values))
+        super().save_pretrained(save_directory, **kwargs)
+
+
+def _save_with_peft(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    from headway import FSDP2Trainer
+
+    def chosen(model: Any, state_dict: Any, adapter_name: str) -> dict[str, torch.Tensor]:
+        assert adapter_name in model.peft_config
+        return {f"its-{n}": tensor for n, tensor in state_dict.items() if "lora_" in n}
+
+    init_distributed(use_cpu=True)
+    sys.modules["peft"] = SimpleNamespace(get_peft_model_state_dict=chosen)  # type: ignore
+    kinds: Any = {"watched": Watched, "prompted": Prompted}
+    for name, kind in kinds.items():
+        args = FSDP2TrainingArguments(output_dir=str(folder / f"{name}-run"), seed=3, use_cpu=True)
+        trainer = FSDP2Trainer(args=args, model_init=kind)
+        trainer.save_model(str(folder / name))
+        model: Any = trainer.strategy.unwrap()
+        if name == "watched":
+            adapter = model.lora_A.weight.full_tensor().detach()
+    prompt = model.prompt_encoder.weight
+    assert is_spread(prompt), "as it was before"
+    return adapter, prompt.full_tensor().detach()
+
+
+@pytest.mark.timeout(180)
+def test_of_a_peft_model_on_several_ranks_the_base_is_neither_written_nor_read(
+    tmp_path: Path,
+) -> None:
+    (adapter, prompt), _ = run_ranks(_save_with_peft, 2, tmp_path, timeout_s=120)
+    assert (tmp_path / "watched" / "given.txt").read_text() == "lora_A.weight"
+    held = load_file(tmp_path / "watched" / "adapter_model.safetensors")
+    assert {*held} == {"lora_A.weight"} and torch.equal(held["lora_A.weight"], adapter)
+    held = load_file(tmp_path / "prompted" / "adapter_model.safetensors")
+    assert torch.equal(held["prompt"], prompt)

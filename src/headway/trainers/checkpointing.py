@@ -23,7 +23,7 @@ from headway.checkpoint.manifest import MANIFEST_NAME, is_committed
 from headway.checkpoint.storage import is_url, split_location
 from headway.errors import ConfigError
 from headway.models.hf import generation_config_of, hf_config_of, save_pretrained
-from headway.trainers.adapters import has_adapters, is_whole, save_adapters
+from headway.trainers.adapters import Adapters, has_adapters, is_whole
 from headway.trainers.best_model import keep_chosen
 from headway.trainers.resume import kept_components
 from headway.trainers.weights_saving import begin_to_save
@@ -158,20 +158,22 @@ class Checkpointing:
         """Every rank writes what it holds, so that none has to hold the model."""
         assert self.strategy is not None
         model, ranks = self.strategy.unwrap(), self._ranks()
-        adapted = has_adapters(model)
+        adapters = Adapters(model, ranks) if has_adapters(model) else None
         tokenizer_saver = getattr(self.processing_class, "save_pretrained", None)
         contents = CheckpointContents(
             model=model,
             model_config=hf_config_of(model),
             generation_config=generation_config_of(model),
-            save_tokenizer=tokenizer_saver if callable(tokenizer_saver) and not adapted else None,
+            save_tokenizer=tokenizer_saver if callable(tokenizer_saver) else None,
         )
+        if adapters is not None:
+            contents = adapters.contents()
         manager = CheckpointManager(target, save_total_limit=None, ranks=ranks)
         exported = manager.save(contents, self.state.global_step, kind="export")
         with ranks.together("putting the model's files in place"):
             if ranks.leads:
-                if adapted:
-                    save_adapters(model, exported, target, self.processing_class)
+                if adapters is not None:
+                    adapters.save(exported, target, self.processing_class)
                 else:
                     for path in sorted(exported.iterdir()):
                         if path.is_file() and path.name not in (MANIFEST_NAME, TRAINER_STATE_NAME):
