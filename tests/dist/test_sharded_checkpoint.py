@@ -407,3 +407,38 @@ def test_of_a_peft_model_on_several_ranks_the_base_is_neither_written_nor_read(
     assert {*held} == {"lora_A.weight"} and torch.equal(held["lora_A.weight"], adapter)
     held = load_file(tmp_path / "prompted" / "adapter_model.safetensors")
     assert torch.equal(held["prompt"], prompt)
+
+
+class Templated(ByteTokenizer):
+    """One that has a file in a folder, as tokenizers with several chat templates do."""
+
+    def save_pretrained(self, directory: Any) -> Any:
+        folder = Path(directory, "additional_chat_templates")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tool_use.jinja").write_text("{{ messages }}")
+        return super().save_pretrained(directory)
+
+
+def _save_over(folder: Path) -> torch.Tensor:
+    from headway import DDPTrainer, DDPTrainingArguments
+
+    init_distributed(use_cpu=True)
+    args = DDPTrainingArguments(output_dir=str(folder / "run"), seed=3, use_cpu=True)
+    trainer = DDPTrainer(args=args, model_init=tiny_llama, processing_class=Templated())
+    trainer.save_model(str(folder / "model"), overwrite_output_dir=True)
+    return trainer.strategy.unwrap().lm_head.weight.detach()
+
+
+@pytest.mark.timeout(180)
+def test_a_model_that_ranks_write_over_another_is_the_one_that_is_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tiny_llama().save_pretrained(folder)  # one file, which transformers looks for first
+    assert (folder / "model.safetensors").is_file()
+    weight, *_ = run_ranks(_save_over, 2, tmp_path, timeout_s=120)
+    from transformers import AutoModelForCausalLM
+
+    found = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(found.lm_head.weight, weight)
+    assert not (folder / "model.safetensors").exists()
+    assert (folder / "additional_chat_templates" / "tool_use.jinja").is_file()
+    assert not (folder / "state").exists() and not (folder / "trainer_state.json").exists()

@@ -21,8 +21,9 @@ RESERVED_KEYS = frozenset({"model", "optimizer"})
 TRAINER_STATE_STEM = "trainer_state"
 TRAINER_STATE_NAME = f"{TRAINER_STATE_STEM}.json"
 EVAL_METRICS_NAME = "eval_metrics.json"
-OPTIMIZER_STATE_NAME = "state/optimizer.json"
-MODEL_EXTRA_STEM = "state/model"
+STATE_FOLDER = "state"
+OPTIMIZER_STATE_NAME = f"{STATE_FOLDER}/optimizer.json"
+MODEL_EXTRA_STEM = f"{STATE_FOLDER}/model"
 RUN_FOLDER = "run"
 RUN_CONFIG_NAME = f"{RUN_FOLDER}/config.json"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +252,7 @@ def save_pretrained(
     total = sum(_num_bytes(t) for t in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(folder / WEIGHTS_INDEX, index)
-    _remove_stale_weights(folder, set(weight_map.values()))
+    remove_stale_weights(folder, set(weight_map.values()))
 
 
 def generation_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,7 +270,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _remove_stale_weights(folder: Path, written: set[str]) -> None:
+def remove_stale_weights(folder: Path, written: Collection[str]) -> None:
+    """Delete weights of an earlier model, which would be read in the place of those written."""
     for path in folder.glob("model*.safetensors"):
         if path.name not in written:
             path.unlink()

@@ -18,11 +18,16 @@ from headway.checkpoint import (
     StateComponent,
     read_manifest,
 )
-from headway.checkpoint.contents import TRAINER_STATE_NAME
+from headway.checkpoint.contents import STATE_FOLDER, TRAINER_STATE_NAME
 from headway.checkpoint.manifest import MANIFEST_NAME, is_committed
-from headway.checkpoint.storage import is_url, split_location
+from headway.checkpoint.storage import is_url, list_files, split_location
 from headway.errors import ConfigError
-from headway.models.hf import generation_config_of, hf_config_of, save_pretrained
+from headway.models.hf import (
+    generation_config_of,
+    hf_config_of,
+    remove_stale_weights,
+    save_pretrained,
+)
 from headway.trainers.adapters import Adapters, has_adapters, is_whole
 from headway.trainers.best_model import keep_chosen
 from headway.trainers.resume import kept_components
@@ -175,9 +180,7 @@ class Checkpointing:
                 if adapters is not None:
                     adapters.save(exported, target, self.processing_class)
                 else:
-                    for path in sorted(exported.iterdir()):
-                        if path.is_file() and path.name not in (MANIFEST_NAME, TRAINER_STATE_NAME):
-                            path.replace(target / path.name)
+                    _put_in_place(exported, target)
                 shutil.rmtree(exported)
 
     def save_weights(self, suffix: str, *, wait: bool = False) -> str:
@@ -252,3 +255,13 @@ def _find_model(folder: Path) -> str | None:
     """The name of weights that are in a folder."""
     existing = sorted(folder.glob("*model*.safetensors")) if folder.is_dir() else []
     return existing[0].name if existing else None
+
+
+def _put_in_place(exported: Path, target: Path) -> None:
+    """Move the files of a model folder out of what ranks wrote, in the place of older ones."""
+    own = (MANIFEST_NAME, TRAINER_STATE_NAME, f"{STATE_FOLDER}/")
+    names = [name for name in list_files(exported) if not name.startswith(own)]
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (exported / name).replace(target / name)
+    remove_stale_weights(target, set(names))
