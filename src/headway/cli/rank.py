@@ -7,6 +7,7 @@ process groups (dist/).
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import signal
@@ -15,7 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -28,10 +30,12 @@ from headway.errors import OUT_OF_PLACE, ConfigError, problems_of
 
 if TYPE_CHECKING:
     from headway.args import TrainingArguments
+    from headway.dist.group import DistributedContext
 
 # How soon a rank misses the process that started it, and how long it then leaves it to the watch
 # over the store, which says more of what became of the launcher.
 _LOOK_S, _LEFT_TO_WATCH_S = 1.0, 5.0
+_ENDS = (signal.SIGTERM, signal.SIGINT)
 
 Job = TypeVar("Job")
 
@@ -48,18 +52,17 @@ def run_as_rank(load: Callable[[], tuple[Job, dict[str, Any]]], work: Callable[[
     env = detect_env(use_cpu=True)
     if not env.is_distributed and not is_launched():
         return work(load()[0])
+    stops: list[int] = []
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _stop_early)
+        signal.signal(signal.SIGTERM, functools.partial(_stop_early, stops))
         for number in (signal.SIGUSR1, signal.SIGUSR2):  # requests to a run that has begun
             signal.signal(number, signal.SIG_IGN)
-    note_start()
-    _watch_launcher(env.rank)
-    _lower_voice(env.rank)
     reason, victim, is_answer = "", False, False
     try:
-        code, is_answer = _work(load, work), True
+        code, is_answer = _work(load, work, env.rank), True
     except BaseException as error:
-        code, reason, victim = _tell(error, env.rank)
+        # What was under way may have made another error of the end that was asked for.
+        code, reason, victim = (stops[0], "", False) if stops else _tell(error, env.rank)
     return _end(code, reason, victim, is_answer)
 
 
@@ -92,7 +95,25 @@ def _watch_launcher(rank: int) -> None:
     threading.Thread(target=watch, name="headway-launcher", daemon=True).start()
 
 
-def _work(load: Callable[[], tuple[Job, dict[str, Any]]], work: Callable[[Job], int]) -> int:
+def _work(
+    load: Callable[[], tuple[Job, dict[str, Any]]], work: Callable[[Job], int], rank: int
+) -> int:
+    with _ending_at_once():
+        note_start()
+        _watch_launcher(rank)
+        _lower_voice(rank)
+        job, context = _join(load)
+    from headway.dist.failure import guard_run
+    from headway.dist.group import cleanup_distributed
+
+    with guard_run():
+        code = work(job)
+    cleanup_distributed(context)
+    return code
+
+
+def _join(load: Callable[[], tuple[Job, dict[str, Any]]]) -> tuple[Job, DistributedContext]:
+    """Read the job, and meet the other ranks; they end together if it is wrong on one of them."""
     problems: list[str] = []
     options: dict[str, Any] = {"use_cpu": True}
     job: Job | None = None
@@ -101,15 +122,43 @@ def _work(load: Callable[[], tuple[Job, dict[str, Any]]], work: Callable[[Job], 
     except (ConfigError, *OUT_OF_PLACE) as error:
         problems = problems_of(error) or [str(error)]
 
-    from headway.dist.failure import guard_run
-    from headway.dist.group import cleanup_distributed, init_distributed
+    from headway.dist.group import init_distributed
 
     context = init_distributed(**options, problems=problems)
     assert job is not None, "problems are raised"
-    with guard_run():
-        code = work(job)
-    cleanup_distributed(context)
-    return code
+    return job, context
+
+
+@contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """Inside, SIGTERM and Ctrl-C end the process from a thread: there is nothing to undo.
+
+    An exception would come out of the middle of imports, which may swallow it or make another of
+    it; and none comes while the main thread waits for other ranks, in code that is not Python.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    threading.Thread(target=_end_on, args=(reading,), name="headway-early-end", daemon=True).start()
+    # The bytes are written for signals with a handler of Python's alone.
+    found = {number: signal.signal(number, lambda *_: None) for number in _ENDS}
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        for number, handler in found.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(before)
+        os.close(writing)
+
+
+def _end_on(reading: int) -> None:
+    with open(reading, "rb", buffering=0) as numbers:
+        while byte := numbers.read(1):
+            if byte[0] in _ENDS:
+                end_process(128 + byte[0], "", victim=False)
 
 
 def _tell(error: BaseException, rank: int) -> tuple[int, str, bool]:
@@ -175,12 +224,13 @@ def _close() -> None:
     atexit._run_exitfuncs()
 
 
-def _stop_early(number: int, frame: FrameType | None) -> None:
+def _stop_early(stops: list[int], number: int, frame: FrameType | None) -> None:
     """SIGTERM outside of training: nothing to save, so the process just ends."""
     from headway.dist.failure import current_watch
 
     watch = current_watch()
     if watch is None or not watch.ending:
+        stops.append(128 + number)
         raise SystemExit(128 + number)
 
 
