@@ -216,6 +216,95 @@ def test_ddp_ranks_do_not_grow_apart(tmp_path):
         assert torch.equal(weight, second["local"][name]), "one model when training is over"
 
 
+class Staged(nn.Module):
+    """A model of which a part is trained later than the rest."""
+
+    def __init__(self, *, frozen: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.middle = nn.Embedding(32, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 32)
+        self.middle.requires_grad_(not frozen)
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.head(torch.tanh(self.middle(self.embedding(input_ids))))}
+
+
+class Switch(TrainerCallback):
+    """Thaws the middle, or freezes it, after two steps."""
+
+    def __init__(self, *, trains: bool = True) -> None:
+        self.trains = trains
+
+    def on_step_begin(self, state: Any, model: Any) -> None:
+        if state.global_step == 2:
+            model.middle.requires_grad_(self.trains)
+
+
+THAWED = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.1, "max_steps": 5}
+
+
+def thawed(kind: str, folder: str, size: int, **options: Any) -> dict[str, Tensor]:
+    settings = {**THAWED, "per_device_train_batch_size": size, **options}
+    trainer = make(kind, folder, Staged, [Switch()], **settings)
+    trainer.train()
+    return weights(trainer)
+
+
+def thawed_on_ranks(folder: str) -> list[dict[str, Tensor]]:
+    found = [
+        thawed("ddp", f"{folder}/ddp", 1),
+        thawed("ddp", f"{folder}/accumulated", 1, gradient_accumulation_steps=2, max_steps=3),
+    ]
+    with pytest.raises(ConfigError, match=r"without a gradient \(middle\.weight, middle\.bias\)"):
+        make(
+            "ddp", f"{folder}/frozen", lambda: Staged(frozen=False), [Switch(trains=False)]
+        ).train()
+    return found
+
+
+def test_what_is_thawed_in_a_ddp_run_is_trained_by_all_ranks_alike(tmp_path):
+    alone = [
+        thawed("single", str(tmp_path / "one"), 2),
+        thawed("single", str(tmp_path / "four"), 4, max_steps=3),
+    ]
+    for found in run_ranks(thawed_on_ranks, 2, str(tmp_path), timeout_s=120):
+        for wanted, held in zip(alone, found, strict=True):
+            for name, weight in wanted.items():
+                torch.testing.assert_close(held[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def thawed_under_accelerate(folder: str) -> dict[str, Tensor]:
+    from accelerate import Accelerator
+
+    settings = {**THAWED, "weight_decay": 0.0, "lr_scheduler_type": "constant"}
+    trainer = AccelTrainer(
+        args=AccelTrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=1,
+            save_strategy="no",
+            seed=1,
+            **settings,
+        ),
+        accelerator=Accelerator(cpu=True),
+        model_init=Staged,
+        train_dataset=samples(),
+        callbacks=[Switch()],
+        default_callbacks=False,
+    )
+    trainer.train()
+    return weights(trainer)
+
+
+def test_what_is_thawed_under_accelerate_is_trained_by_all_ranks_alike(tmp_path):
+    pytest.importorskip("accelerate")
+    alone = thawed("single", str(tmp_path / "one"), 2)
+    folder = str(tmp_path / "two")
+    for found in run_ranks(thawed_under_accelerate, 2, folder, timeout_s=120, backend=None):
+        for name, weight in alone.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+
+
 def test_fsdp2_refuses_layers_that_are_left_out_at_random(tmp_path):
     with pytest.raises(Exception, match=r"layerdrop=0\.1.*set layerdrop=0"):
         run_ranks(dropped, 2, str(tmp_path), timeout_s=100)

@@ -34,6 +34,7 @@ from headway.strategies.ranked import (
 )
 from headway.strategies.single import single_batches
 from headway.strategies.source import ModelSource
+from headway.strategies.unfrozen import UnfrozenLater
 from headway.strategies.zero import ZeroEngine, check_zero
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class AccelerateStrategy(RankedStrategy):
         self._prepared: nn.Module | None = None
         self._parameters: list[nn.Parameter] = []
         self._zero: ZeroEngine | None = None
+        self._unfrozen: UnfrozenLater | None = None
 
     def _join_buffers(self) -> None:
         """Such as running means, which every rank has of its own data; one is saved."""
@@ -87,6 +89,7 @@ class AccelerateStrategy(RankedStrategy):
             self._zero = ZeroEngine(self.accelerator, model)
         else:
             self._prepared = self.accelerator.prepare(model)
+            self._unfrozen = UnfrozenLater(model)
         return model
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
@@ -122,7 +125,7 @@ class AccelerateStrategy(RankedStrategy):
                 model.__dict__["forward"] = self._own_forward
             kept = [m for m in self.accelerator._models if m is not model and m is not prepared]
             self.accelerator._models[:] = kept
-        self._model = self._prepared = self._zero = None
+        self._model = self._prepared = self._zero = self._unfrozen = None
         self._parameters = []
 
     # -- the step ---------------------------------------------------------------------------
@@ -147,6 +150,8 @@ class AccelerateStrategy(RankedStrategy):
             notify("on_forward_backward_end")
             notify("on_substep_end")
         assert total is not None, "a window has at least one micro-batch"
+        if self._unfrozen is not None and not self._alone:
+            self._unfrozen.reduce()
         return total
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:

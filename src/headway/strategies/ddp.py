@@ -33,6 +33,7 @@ from headway.strategies.local_sgd import LocalSGD
 from headway.strategies.objective import Objective
 from headway.strategies.ranked import RankedStrategy, own_targets, spread_nonfinite
 from headway.strategies.source import ModelSource
+from headway.strategies.unfrozen import UnfrozenLater
 
 # torch's words when parameters had no part in a step, and where it lists them.
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
@@ -60,6 +61,8 @@ class DistributedDataParallelStrategy(RankedStrategy):
         self._model: nn.Module | None = None
         self._wrapped: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []
+        self._reduced: list[str] = []
+        self._unfrozen: UnfrozenLater | None = None
         self._rehearses_next = False
         # DDP averages; with the loss multiplied by their number its ranks' gradients are summed.
         self._weight = torch.full((), float(context.world_size), device=device)
@@ -72,6 +75,7 @@ class DistributedDataParallelStrategy(RankedStrategy):
         if self._local is not None:
             self._local.attach(model)
         held = _Held(model)
+        self._reduced, self._unfrozen = _reduced_names(model), UnfrozenLater(model)
         device_ids = [self.device] if self.device.type == "cuda" else None
         with warnings.catch_warnings():
             # What torch offers instead would still make buffers equal at the start.
@@ -144,7 +148,7 @@ class DistributedDataParallelStrategy(RankedStrategy):
             own = own_targets(window, number, objective)
             reduces = number == num_batches - 1 and not local
             with nullcontext() if reduces else wrapped.no_sync():
-                with _naming_unused_parameters(self.unwrap()), self.train_context():
+                with _naming_unused_parameters(self._reduced), self.train_context():
                     loss = objective.loss(wrapped, self._move(batch), num_targets, own)
                 if number >= num_batches - window.num_fillers:
                     # A mean over nothing is not a number.
@@ -157,6 +161,8 @@ class DistributedDataParallelStrategy(RankedStrategy):
         assert total is not None, "a window has at least one micro-batch"
         if not local:
             self._require_gradients()
+            assert self._unfrozen is not None
+            self._unfrozen.reduce()
         if self.loss_scale is not None:
             self.loss_scale.unscale(self._parameters)
         return total
@@ -225,7 +231,7 @@ class DistributedDataParallelStrategy(RankedStrategy):
         return self._model
 
     def teardown(self) -> None:
-        self._model = self._wrapped = None
+        self._model = self._wrapped = self._unfrozen = None
         self._parameters = []
 
 
@@ -247,19 +253,23 @@ class _Held(nn.Module):
         return sum(p.sum() * 0 for p in self.module.parameters() if p.requires_grad)
 
 
+def _reduced_names(model: nn.Module) -> list[str]:
+    """The parameters whose gradients the wrapper sums, by the numbers that it gives them."""
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    return [n for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
+
+
 @contextmanager
-def _naming_unused_parameters(model: nn.Module) -> Iterator[None]:
+def _naming_unused_parameters(reduced: list[str]) -> Iterator[None]:
     """torch's complaint about parameters without a gradient, with the option that helps."""
     try:
         yield
     except RuntimeError as error:
         if _UNFINISHED not in str(error):
             raise
-        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-        named = [n for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
         listed = _NUMBERS.search(str(error))
         numbers = [int(number) for number in listed[1].split()] if listed else []
-        names = [named[number] for number in numbers if number < len(named)]
+        names = [reduced[number] for number in numbers if number < len(reduced)]
         raise ConfigError(_tell_unused(names)) from error
 
 
