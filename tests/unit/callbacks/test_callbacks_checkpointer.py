@@ -283,3 +283,17 @@ def test_blocks_of_others_hold(tmp_path: Path) -> None:
     assert saves.announced == [3, 4]
     with pytest.raises(RuntimeError, match="registered with no trainer"):
         CheckpointerCallback().block_ephemeral_checkpoints()
+
+
+def test_a_second_run_of_one_object_is_saved_from_its_start(tmp_path: Path) -> None:
+    class ReturnOnce(TrainerCallback):
+        done = False
+
+        def on_step_end(self, state: Any, control: Any) -> None:
+            if state.global_step == 3 and not self.done:
+                self.done = control.rollback = True
+
+    callback = CheckpointerCallback(save_interval=2)
+    tiny_trainer(tmp_path / "one", [callback, ReturnOnce()], max_steps=4).train()
+    tiny_trainer(tmp_path / "two", [callback], max_steps=2).train()
+    assert listed(tmp_path / "one")[0] == listed(tmp_path / "two")[0] == (0, "permanent")

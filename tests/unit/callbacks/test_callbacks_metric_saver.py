@@ -126,3 +126,14 @@ def test_disabled_it_writes_nothing(tmp_path: Path) -> None:
 def test_bad_arguments_are_refused(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         MetricSaverCallback(**arguments)
+
+
+def test_a_second_run_of_one_object_begins_anew(tmp_path: Path) -> None:
+    saver = MetricSaverCallback(save_interval=2)
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1}
+    tiny_trainer(tmp_path / "one", [saver, Record()], max_steps=6, **evaluated).train()
+    tiny_trainer(tmp_path / "two", [saver], max_steps=3, **evaluated).train()
+    for name in ("metrics_step2.json", "metrics.json"):
+        found = read(tmp_path / "two/out" / name)
+        assert "rare/value" not in found, "of the run before"
+        assert found["_steps"]["eval_loss"] <= found["_step"] == found["_steps"]["train/CE loss"]

@@ -390,3 +390,12 @@ def test_mistakes_are_named(make: type[Any], options: dict[str, Any], words: Any
     with pytest.raises(ConfigError) as caught:
         make(**options)
     assert all(word in str(caught.value) for word in words)
+
+
+def test_a_second_run_of_one_object_begins_anew(tmp_path: Path) -> None:
+    again, alone = (ParameterNormLogger(log_steps=1, power_iter_steps=1) for _ in range(2))
+    tiny_trainer(tmp_path / "one", [again], max_steps=4).train()
+    for name, one in (("two", again), ("alone", alone)):
+        tiny_trainer(tmp_path / name, [one], max_steps=1).train()
+    second, first = (_records(tmp_path / name, PARAMETERS) for name in ("two", "alone"))
+    assert [r["spectral_norms"] for r in second] == [r["spectral_norms"] for r in first]

@@ -266,3 +266,10 @@ def test_which_ranks(caplog: pytest.LogCaptureFixture) -> None:
 def test_bad_options(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ProfilerCallback(**options)
+
+
+def test_a_second_run_of_one_object_is_profiled_as_well(tmp_path: Path) -> None:
+    callback = ProfilerCallback(start_step=1, num_steps=1, **FAST)
+    for name in ("one", "two"):
+        tiny_trainer(tmp_path / name, [callback], max_steps=3).train()
+        assert list(traces(tmp_path / name).values()) == [[2]]

@@ -162,3 +162,12 @@ def test_off_means_off() -> None:
 def test_bad_values_are_refused(option: str, given: Any) -> None:
     with pytest.raises(ConfigError, match=rf"{option}: .* given; allowed"):
         StabilityMonitorCallback(**{option: given})
+
+
+def test_a_second_run_of_one_object_begins_anew(tmp_path: Path) -> None:
+    monitor = StabilityMonitorCallback(window_size=2, rolling_window=3)
+    alone = StabilityMonitorCallback(window_size=2, rolling_window=3)
+    tiny_trainer(tmp_path / "one", [monitor], num_samples=32, max_steps=7).train()
+    for name, one in (("two", monitor), ("alone", alone)):
+        tiny_trainer(tmp_path / name, [one], num_samples=32, max_steps=4).train()
+    assert monitor.state_dict() == alone.state_dict()

@@ -130,3 +130,13 @@ def test_a_handler_of_the_window_can_ask_for_it(tmp_path: Path) -> None:
 def test_mistakes_in_options_of_guards_name_the_guard(make: Any, words: str) -> None:
     with pytest.raises(ConfigError, match="^" + words):
         make()
+
+
+def test_a_second_run_of_one_object_tells_of_its_steps_as_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: Any
+) -> None:
+    skips = StepSkipRange(2, 4)
+    for name in ("one", "two"):
+        caplog.clear()
+        run(tmp_path / name, [skips], max_steps=4)
+        assert caplog.text.count("steps 2 to 3 are left out") == 1

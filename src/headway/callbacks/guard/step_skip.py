@@ -32,6 +32,9 @@ class StepSkipRange(TrainerCallback):
         self.start, self.stop = start, stop
         self._told = False
 
+    def _forget_run(self) -> None:
+        self._told = False
+
     def on_step_begin(self, state: TrainerState, control: TrainerControl) -> None:
         number = state.global_step + 1
         if not self.start <= number < self.stop:

@@ -88,6 +88,9 @@ class MetricSaverCallback(TrainerCallback):
         """The newest value of each metric."""
         return dict(self._metrics)
 
+    def _forget_run(self) -> None:
+        self._metrics, self._steps, self._metrics_step = {}, {}, 0
+
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self._began = self.enabled and state.is_world_process_zero
         self._start_step = state.global_step

@@ -122,6 +122,9 @@ class ProfilerCallback(TrainerCallback):
 
     # State: what is traced is not traced again
 
+    def _forget_run(self) -> None:
+        self._cycles_done = 0
+
     def state_dict(self) -> dict[str, Any]:
         return {"version": 1, "cycles_done": self._cycles_done}
 

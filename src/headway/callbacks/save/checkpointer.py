@@ -141,6 +141,9 @@ class CheckpointerCallback(TrainerCallback):
 
     # Events
 
+    def _forget_run(self) -> None:
+        self._loaded = False  # it may have gone back to a checkpoint
+
     def on_init_end(self, args: Any, state: TrainerState, trainer: Any) -> None:
         """Tell what of the arguments has no say any more."""
         if not self.enabled or not state.is_world_process_zero:

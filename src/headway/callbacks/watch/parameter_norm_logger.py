@@ -72,6 +72,9 @@ class ParameterNormLogger(NormLogger):
         self._spectral = SpectralNorms(power_iter_steps)
         self._written_step = -1
 
+    def _forget_run(self) -> None:
+        self._spectral.load_state_dict({})
+
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, model: nn.Module
     ) -> None:

@@ -66,6 +66,9 @@ class StabilityMonitorCallback(TrainerCallback):
         self._total_spike_count = self._total_step_count = 0
         self._told_absent = False
 
+    def _forget_run(self) -> None:
+        self.load_state_dict({})
+
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
         if not self.enabled:
             return
