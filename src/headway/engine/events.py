@@ -66,6 +66,8 @@ COMMON_ARGUMENTS = (
     "trainer",
 )
 FAILURE_POLICIES = ("raise", "disable")
+COMMANDED = "a command"
+"""In the place of an event, for what somebody outside of the run asks for."""
 # Before the first step a mistake in an observer's options is worth stopping for.
 _EVENTS_OF_SETUP = ("on_init_end", "on_train_begin", "on_start_settled")
 
@@ -195,6 +197,12 @@ class EventBus:
                 if callback._has_run:
                     callback._forget_run()
                 callback._has_run = True
+
+    def withdraw_stop(self) -> None:
+        """The run goes back: a stop that was asked for because of how things stood does not hold.
+        That of a command does, whoever asked before."""
+        if self.stopped_by is not None and self.stopped_by[1] != COMMANDED:
+            self.control.should_training_stop, self.stopped_by = False, None
 
     def add(self, callback: Any, name: str | None = None) -> str:
         """Register a callback (instance, or class to instantiate); returns its unique name."""

@@ -232,12 +232,9 @@ class TrainingLoop:
         now = time.monotonic()
         seconds = self._clock.of_run(now)
         wanted = self._take_flags() | self._take_news(now)
-        if p.log_trigger.due(state, seconds):
-            wanted |= _LOG
-        if p.eval_trigger.due(state, seconds):
-            wanted |= _EVALUATE
-        if p.save_trigger.due(state, seconds):
-            wanted |= REGULAR_SAVE
+        wanted |= _LOG * p.log_trigger.due(state, seconds)
+        wanted |= _EVALUATE * p.eval_trigger.due(state, seconds)
+        wanted |= REGULAR_SAVE * p.save_trigger.due(state, seconds)
         wanted = p.strategy.agree(wanted)
         self._done = bool(wanted & _DONE)
         rolled_back = self._follow(wanted) if wanted else False
@@ -446,6 +443,8 @@ class TrainingLoop:
     def _rollback(self, *, skip_data: bool) -> None:
         p, self._owes_save = self.parts, False
         self.delivery.flush()
+        if not self.stopped:
+            p.bus.withdraw_stop()
         p.rollback(RollbackRequest.take(p.bus.control, skip_data=skip_data))
         self._start()
         self.delivery.start_interval()

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from headway import ConfigError, TrainerCallback
-from headway.callbacks import DivergenceDetector, NaNGuardCallback
+from headway.callbacks import DivergenceDetector, EarlyStoppingCallback, NaNGuardCallback
+from headway.callbacks.control.acts import Acts
 from headway.checkpoint import committed
+from headway.control.schema import Command
 from headway.testing import tiny_trainer
 
 LAST = 7
@@ -131,3 +133,48 @@ def test_a_bad_step_does_not_wait_for_its_record(tmp_path: Path) -> None:
     tiny_trainer(tmp_path, [BadStep(9), Note(), detector], **options).train()
     assert detector.recovery.num_rollbacks == 1
     assert went_back_at and went_back_at[0] <= 9 + 6, "metrics come every five steps"
+
+
+class Scores(TrainerCallback):
+    """Evaluations get better but for one, which is bad the first time."""
+
+    priority = 100
+
+    def __init__(self, bad_step: int) -> None:
+        self.bad_step: int | None = bad_step
+
+    def on_evaluate(self, state: Any, metrics: dict[str, float]) -> None:
+        metrics["eval_loss"] = 10.0 / state.global_step
+        if state.global_step == self.bad_step:
+            metrics["eval_loss"], self.bad_step = 99.0, None
+
+
+@pytest.mark.parametrize("bad_step", [6, 8])
+def test_a_stop_is_not_of_the_run_that_goes_back_from_its_step(
+    tmp_path: Path, bad_step: int
+) -> None:
+    early = EarlyStoppingCallback(1)
+    guard = DivergenceDetector(
+        use_eval_loss=True, smoothing=1.0, patience=1, warmup=0, action="rollback"
+    )
+    schedule = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
+    trainer = tiny_trainer(
+        tmp_path, [Scores(bad_step), early, guard], 64, max_steps=8, save_steps=2, **schedule
+    )
+    trainer.train()
+    assert guard.recovery.num_rollbacks == 1
+    assert (trainer.state.global_step, trainer.state.outcome) == (8, "completed")
+    assert trainer.bus.stopped_by is None
+
+
+def test_a_commanded_stop_holds_where_the_run_goes_back(tmp_path: Path) -> None:
+    class Asks(TrainerCallback):
+        def on_step_end(self, state: Any, control: Any, trainer: Any) -> None:
+            if state.global_step == 3:
+                control.rollback = control.should_training_stop = True
+                Acts(trainer, "console").act(Command("1", "graceful_stop"))
+
+    trainer = tiny_trainer(tmp_path, [Asks()], max_steps=4, save_strategy="steps", save_steps=2)
+    trainer.train()
+    assert (trainer.state.global_step, trainer.state.outcome) == (2, "stopped")
+    assert trainer.bus.stopped_by == ("console", "a command", "stop")

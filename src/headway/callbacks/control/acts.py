@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.control.schema import Command
+from headway.engine.events import COMMANDED
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ class Acts:
         bus = self._trainer.bus
         bus.control.should_training_stop = True
         bus.control.should_abort_without_save |= kind == "abort"
-        bus.stopped_by = bus.stopped_by or (self._name, "a command", kind)
+        # Also where a handler asked in the same step, whose stop a rollback would take back.
+        bus.stopped_by = (self._name, COMMANDED, kind)
 
     def _do_graceful_stop(self) -> str:
         self._bring_back()
