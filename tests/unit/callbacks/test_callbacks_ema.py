@@ -153,6 +153,38 @@ def test_evaluations_see_it_and_training_does_not(tmp_path: Path) -> None:
     assert_equal(average_of(ema), expected)
 
 
+def test_evaluations_of_weights_that_were_loaded_see_these(tmp_path: Path) -> None:
+    ema = EMACallback(decay=0.9, use_for_eval=True)
+    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = tiny_trainer(tmp_path, [ema], load_best_model_at_end=True, **RUN, **options)
+    trainer.train()
+    own = tiny_trainer(tmp_path / "own", **RUN)
+    own.load_checkpoint(trainer.state.best_model_checkpoint)
+    assert trainer.evaluate()["eval_loss"] == own.evaluate()["eval_loss"]
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-6"))
+    assert trainer.state.global_step == 8
+    assert trainer.state.log_history[-2]["eval_loss"] != own.evaluate()["eval_loss"]
+
+
+def test_a_checkpoint_that_no_step_follows_brings_its_average(tmp_path: Path) -> None:
+    class ReturnAndStop(TrainerCallback):
+        def on_step_end(self, state: Any, control: Any) -> None:
+            control.rollback = state.global_step == 5
+
+        def on_epoch_begin(self, state: Any, control: Any) -> None:
+            control.should_training_stop = state.global_step == 4
+
+    ema = EMACallback(decay=0.5, use_for_eval=True, export=True)
+    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = tiny_trainer(tmp_path, [ema, ReturnAndStop()], **RUN, **options)
+    trainer.train()
+    told = {r["step"]: r["eval_loss"] for r in trainer.state.log_history if "eval_loss" in r}
+    assert (trainer.state.global_step, trainer.state.outcome) == (4, "stopped")
+    assert validate_checkpoint(tmp_path / "out/checkpoint-4-ema")
+    trainer.load_checkpoint(str(tmp_path / "out/checkpoint-2"))
+    assert trainer.evaluate()["eval_loss"] == told[2] != told[4]
+
+
 def test_a_failing_evaluation_leaves_the_weights_of_training(tmp_path: Path) -> None:
     class Fails(TrainerCallback):
         def on_prediction_step(self) -> None:

@@ -108,6 +108,8 @@ class EMACallback(TrainerCallback):
         self._last = 0
         """The last step that was looked at."""
         self._is_exchanged = False
+        self._is_of_others = False
+        """Whether the model has got weights that the average knows nothing of."""
         self._restored = self._settled = False
 
     @property
@@ -153,6 +155,10 @@ class EMACallback(TrainerCallback):
             self._drop()
         self._restored = self._settled = False
 
+    def on_load_model_weights(self) -> None:
+        """As the best ones at the end of a run; until steps follow, they are what is evaluated."""
+        self._is_of_others = True
+
     def on_train_begin(self, state: TrainerState, model: nn.Module, trainer: Any) -> None:
         self._settled = False
         self._settle(state, model, trainer)
@@ -163,7 +169,7 @@ class EMACallback(TrainerCallback):
 
     def _settle(self, state: TrainerState, model: nn.Module, trainer: Any) -> None:
         """Go on from where the run stands: with the average of a checkpoint, or a new one."""
-        self._settled = True
+        self._settled, self._is_of_others = True, False
         if not self.enabled:
             return
         step = state.global_step
@@ -185,6 +191,11 @@ class EMACallback(TrainerCallback):
         elif self._last < step:
             # The weights of this step are in the model: a save made while it ended lacks them.
             self._follow(step)
+
+    def _settle_again(self, trainer: Any) -> None:
+        """Where a checkpoint was loaded and no step has followed."""
+        if self._first is not None and not self._settled:
+            self._settle(trainer.state, trainer.model, trainer)
 
     def _begin(self, step: int, model: nn.Module) -> None:
         self._watched = Watched(model)
@@ -218,6 +229,7 @@ class EMACallback(TrainerCallback):
     def on_step_end(self, state: TrainerState, model: nn.Module) -> None:
         if not self.enabled:
             return
+        self._is_of_others = False
         if self._first is not None:
             self._follow(state.global_step)
         elif state.global_step >= self.start_step:
@@ -256,7 +268,10 @@ class EMACallback(TrainerCallback):
     @contextmanager
     def evaluation_weights(self, trainer: Any) -> Iterator[None]:
         """What the trainer's evaluations run in."""
-        if self.use_for_eval and self._averages and not self._is_exchanged:
+        is_used = self.use_for_eval and not self._is_exchanged and not self._is_of_others
+        if is_used:
+            self._settle_again(trainer)
+        if is_used and self._averages:
             with self.weights(trainer):
                 yield
         else:
@@ -264,6 +279,7 @@ class EMACallback(TrainerCallback):
 
     def on_train_end(self, state: TrainerState, trainer: Any) -> None:
         """Write the average out and leave it in the model, where that is asked for."""
+        self._settle_again(trainer)
         if self._watched is None or state.outcome not in ("completed", "stopped"):
             return
         if self.export:
