@@ -144,6 +144,25 @@ def late_look(folder: Path) -> dict[str, Any]:
     return {"left_out": guard.recovery.skip_steps, "outcome": trainer.state.outcome}
 
 
+def norm_of_one_rank(folder: Path) -> dict[str, Any]:
+    class Spoil(TrainerCallback):
+        def on_gradients(self, model: Any, state: Any) -> None:
+            if state.global_step + 1 == 8 and dist.get_rank() == 1:  # reduced by now
+                next(model.parameters()).grad.fill_(math.nan)
+
+    guard = NaNGuardCallback("rollback")
+    trainer = poisoned_trainer(
+        folder, [Spoil(), guard], DDPTrainer, num_shares=2, max_steps=11, save_steps=5
+    )
+    trainer.train()
+    total = float(sum(p.detach().double().sum() for p in trainer.model.parameters()))
+    return {
+        "left_out": guard.recovery.skip_steps,
+        "total": total,
+        "step": trainer.state.global_step,
+    }
+
+
 def pipeline_steps(folder: Path) -> dict[str, Any]:
     class Ruin(TrainerCallback):
         priority = 100
@@ -222,7 +241,9 @@ def test_guards_on_an_accelerator(tmp_path: Path) -> None:
 
 def live(folder: str) -> dict[str, Any]:
     init_distributed(use_cpu=True)
-    jobs = (poisoned_ddp, asked_on_one_rank, broken_shard, late_look, pipeline_steps)
+    jobs = (
+        poisoned_ddp, asked_on_one_rank, broken_shard, late_look, norm_of_one_rank, pipeline_steps,
+    )  # fmt: skip
     return {job.__name__: job(Path(folder) / job.__name__) for job in jobs}
 
 
@@ -260,6 +281,12 @@ def test_what_one_rank_finds_in_its_share_decides_for_all_which_steps_are_left_o
     lives: Any,
 ) -> None:
     assert both(lives, "late_look") == {"left_out": [(8, 10)], "outcome": "completed"}
+
+
+def test_a_gradient_that_is_broken_on_one_rank_is_known_to_all(lives: Any) -> None:
+    told = both(lives, "norm_of_one_rank")
+    assert told["left_out"] == [(8, 9)] and told["step"] == 11
+    assert math.isfinite(told["total"])
 
 
 def test_stages_of_a_pipeline_leave_out_and_return_together(lives: Any) -> None:

@@ -71,8 +71,9 @@ class MetricMergeStrategy(StrEnum):
     min = "min"
 
 
-# Each rank has its share of the loss; the other figures of the loop are the same on all.
-_LOOP_TYPES = {TRAIN_LOSS: ReduceType.sum}
+# Each rank has its share of the loss. The norm is the same on all, unless one of them is at fault:
+# what follows one that is not finite must be decided by all ranks alike.
+_LOOP_TYPES = {TRAIN_LOSS: ReduceType.sum, GRAD_NORM: ReduceType.max}
 # What the loop computes before the update; the rest comes after it.
 _MARKED = (TRAIN_LOSS, GRAD_NORM)
 
