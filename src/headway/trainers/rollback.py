@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.callbacks.guard.recovery import Recovery
-from headway.checkpoint import CheckpointError, CheckpointManager
+from headway.checkpoint import CheckpointError, CheckpointManager, LoadedCheckpoint
 from headway.checkpoint.ranks import Ranks
 from headway.data.loader import WindowLoader
 from headway.engine.rollback import RollbackRequest
@@ -42,27 +42,30 @@ def roll_back(
     position, step, factor = loader.state_dict(), state.global_step, state.rate_factor
     epoch, raw_epoch, in_epoch = state.epoch, state.raw_epoch, step - state.epoch_start_step
     temporary, lengths = state.temporary_rate_factor, state.lengths
-    loaded = saver.load(path)
-    # What was commanded meanwhile still holds.
-    state.temporary_rate_factor, state.lengths = temporary, lengths
-    if request.skip_data:
-        loader.load_state_dict(position)
-        # Epochs are those of the data, and so go on where the data do.
-        state.epoch, state.raw_epoch = epoch, raw_epoch
-        state.epoch_start_step = state.global_step - in_epoch
-        # Steps to leave out are told by their number, and come with other data now.
-        for recovery in _recoveries(trainer).values():
-            recovery.skip_steps = []
-    notes = ", keeping the data position" if request.skip_data else ""
     # Also where no factor is asked for: an earlier rollback's outlives a return to before it.
     factor *= 1.0 if request.rate_factor is None else request.rate_factor
-    change = factor / float(loaded.trainer_state.get("rate_factor", 1.0))
-    if change != 1.0:
-        assert trainer.optimizer is not None
-        scale_rates(trainer.optimizer, trainer.lr_scheduler, change)
-        notes += f", base learning rates times {change:g}"
-    state.rate_factor = factor
-    logger.warning("rolled back from step %d to step %d%s", step, state.global_step, notes)
+
+    def change(loaded: LoadedCheckpoint) -> None:
+        # What was commanded meanwhile still holds.
+        state.temporary_rate_factor, state.lengths = temporary, lengths
+        if request.skip_data:
+            loader.load_state_dict(position)
+            # Epochs are those of the data, and so go on where the data do.
+            state.epoch, state.raw_epoch = epoch, raw_epoch
+            state.epoch_start_step = state.global_step - in_epoch
+            # Steps to leave out are told by their number, and come with other data now.
+            for recovery in _recoveries(trainer).values():
+                recovery.skip_steps = []
+        notes = ", keeping the data position" if request.skip_data else ""
+        times = factor / float(loaded.trainer_state.get("rate_factor", 1.0))
+        if times != 1.0:
+            assert trainer.optimizer is not None
+            scale_rates(trainer.optimizer, trainer.lr_scheduler, times)
+            notes += f", base learning rates times {times:g}"
+        state.rate_factor = factor
+        logger.warning("rolled back from step %d to step %d%s", step, state.global_step, notes)
+
+    loaded = saver.load(path, change=change)
     if request.changes_the_run:
         ephemeral = bool(loaded.manifest.metadata.get("ephemeral"))
         saver.save(loaded.manifest.metrics, "ephemeral" if ephemeral else "regular")

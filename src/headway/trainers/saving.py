@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -420,8 +421,17 @@ class Saver:
         if trainer.state.is_world_process_zero:
             logger.warning("%s: the last completed step, %d, is saved", reason, step)
 
-    def load(self, path: Path, wanted: set[str] | None = None) -> LoadedCheckpoint:
-        """Take what the run's checkpoints hold, or only the wanted parts of it."""
+    def load(
+        self,
+        path: Path,
+        wanted: set[str] | None = None,
+        *,
+        change: Callable[[LoadedCheckpoint], None] | None = None,
+    ) -> LoadedCheckpoint:
+        """Take what the run's checkpoints hold, or only the wanted parts of it.
+
+        `change` makes of it what is to be otherwise, before callbacks hear of it.
+        """
         started_s = time.monotonic()
         trainer = self._trainer
         assert trainer.strategy is not None
@@ -451,6 +461,8 @@ class Saver:
         self.last_step = trainer.state.global_step
         seconds = time.monotonic() - started_s
         self._record_duration(LOAD_DURATION, seconds, trainer.state.global_step)
+        if change is not None:
+            change(loaded)
         trainer.bus.fire("on_load", path=self._locate(loaded.path))
         return loaded
 

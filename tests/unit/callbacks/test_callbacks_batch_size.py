@@ -31,7 +31,7 @@ from headway.callbacks import (
     SpeedMonitorCallback,
 )
 from headway.config.duration import Duration
-from headway.testing import tiny_dataset
+from headway.testing import tiny_dataset, tiny_trainer
 
 SIZES, STEPS = [2, 4, 12, 3], 8
 SCHEDULE = [0, 2, "4 steps", Duration.steps(6)]
@@ -267,6 +267,25 @@ def test_a_rollback_returns_to_the_batch_of_its_step(tmp_path: Path) -> None:
     assert seen.tokens == [*curve.tokens[:3], *curve.tokens[1:]]
     assert seen.losses == curve.losses and seen.rates == curve.rates
     assert_same_bits(weights_of(again), weights_of(whole))
+
+
+def test_a_rollback_that_goes_on_with_the_data_has_the_batch_of_their_epoch(tmp_path: Path) -> None:
+    class Skip(RollBack):
+        def on_step_end(self, state: Any, control: Any) -> None:
+            super().on_step_end(state, control)
+            control.rollback_skip_data = control.rollback
+
+    samples: list[int] = []
+
+    class Windows(TrainerCallback):
+        def on_window(self, window: Any) -> None:
+            samples.append(window.num_samples)
+
+    changes = BatchSizeSchedulerCallback([2, 4], [0, "1 epochs"], lr_scaling="none")
+    tiny_trainer(
+        tmp_path, [changes, Skip(), SaveAt(), Windows()], 4, max_steps=4, save_strategy="no"
+    ).train()
+    assert samples == [2, 2, 4, 4, 4, 4], "step 2 comes again with data of the second epoch"
 
 
 def test_a_resume_without_the_schedule_keeps_the_rates_of_its_batch(tmp_path: Path) -> None:
