@@ -148,6 +148,15 @@ def is_peer_loss(error: BaseException) -> bool:
     return False
 
 
+def comes_of_lost_rank(error: BaseException) -> bool:
+    """Whether an error comes of another rank that has failed, so that this one ends as well."""
+    watch = current_watch()
+    if watch is None or not is_peer_loss(error):
+        return False
+    failure = watch.wait_for_failure(_OWN_WORDS_S)
+    return failure is not None and failure.rank != watch.rank
+
+
 def first_to_say(text: str) -> bool:
     """Whether this rank is the one to print a text that others may want to print as well."""
     watch = current_watch()

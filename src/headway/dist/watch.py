@@ -152,6 +152,11 @@ class Watch:
             self._known.wait(limit_s)
         return self.failure
 
+    def wait_for_failure(self, limit_s: float) -> Failure | None:
+        """What ended the run, if that becomes known within the limit; asks nobody."""
+        self._known.wait(limit_s)
+        return self.failure
+
     def is_first(self, text: str) -> bool:
         """Whether no other rank has asked this of the same text; True when nobody can tell."""
         return self._ask(lambda: self._claim(text)) is not False

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from headway.dist.failure import comes_of_lost_rank
 from headway.engine.binding import Handler, bind, is_foreign, is_foreign_base
 from headway.engine.blame import name_culprit
 from headway.engine.callback_config import CallbackConfig
@@ -329,6 +330,8 @@ class EventBus:
     def tolerate(self, name: str, where: str, error: BaseException) -> bool:
         """Go on without a callback that failed; False where its policy, or the error, forbids."""
         if not isinstance(error, Exception) or _policy(self.callbacks.get(name)) != "disable":
+            return False
+        if comes_of_lost_rank(error):  # training does not go on
             return False
         if name in self.disabled:  # it failed again, in `on_close` or in `state_dict`
             logger.debug("disabled callback %r failed in %s", name, where, exc_info=error)

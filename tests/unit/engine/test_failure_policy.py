@@ -9,6 +9,8 @@ import pytest
 
 from headway import ConfigError, TrainerCallback
 from headway.config.load import load_run
+from headway.dist import group
+from headway.dist.watch import Failure
 from headway.engine.events import EventBus
 from headway.engine.state import TrainerControl, TrainerState
 from headway.testing import tiny_trainer
@@ -63,6 +65,21 @@ def test_what_fails_on_another_rank_alone_is_told_by_it(shared, level, caplog):
     [record] = [r for r in caplog.records if "is disabled" in r.getMessage()]
     assert record.levelno == level
     assert record.getMessage().startswith("rank 3: callback") == (not shared)
+
+
+@pytest.mark.parametrize("failed_rank", [1, 0, None])
+def test_an_observer_is_not_at_fault_where_a_rank_has_failed(failed_rank, monkeypatch, caplog):
+    found = None if failed_rank is None else Failure(failed_rank, "ValueError: bad luck")
+    watch = SimpleNamespace(rank=0, wait_for_failure=lambda limit_s: found)
+    monkeypatch.setattr(group, "current_watch", lambda: watch)
+    bus = EventBus(SimpleNamespace(process_index=0), TrainerState(), TrainerControl())
+    bus.add(Observer(error=RuntimeError("gloo: Connection closed by peer")))
+    if failed_rank == 1:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            bus.fire("on_step_end")
+    else:
+        bus.fire("on_step_end")
+    assert bool(bus.disabled) == ("is disabled" in caplog.text) == (failed_rank != 1)
 
 
 @pytest.mark.parametrize("level", [logging.WARNING, logging.DEBUG])
