@@ -147,7 +147,7 @@ class SampleStream:
         self._position = 0
         self._epoch = 0
         self._first_state: Any = None
-        self._has_loaded = False
+        self._is_first_known = self._has_loaded = False
         self._worker_state: Any = None
         self._ended = False
         self._chunks: Iterator[Chunk] | None = None
@@ -166,10 +166,12 @@ class SampleStream:
         if self._ended:
             self._chunks = iter(())
             return
+        if self.has_state and not self._is_first_known:  # before anything is read of it
+            self._first_state, self._is_first_known = encode(self.dataset.state_dict()), True
         loaded, from_state = self._has_loaded, stored
-        if stored is not None and not loaded:
-            self._first_state, self._has_loaded = encode(self.dataset.state_dict()), True
-        elif stored is None and loaded:
+        if stored is not None:
+            self._has_loaded = True
+        elif loaded:
             from_state = self._first_state  # else some begin where a state once put them
         self._worker_state = stored
         skipped = 0

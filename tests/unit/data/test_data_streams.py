@@ -130,6 +130,24 @@ def test_an_evaluation_that_is_cut_short_leaves_the_data_where_it_was(num_worker
     assert whole == [[[n, n + 1] for n in range(0, 20, 2)]] * 2
 
 
+@pytest.mark.parametrize("make", [Plain, Stateful, TorchStream])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_epochs_after_a_return_to_an_earlier_place_are_whole(make, num_workers):
+    """As a rollback does it, on a dataset of which the same process has read before."""
+    loader = WindowLoader(make(), batch_size=4, num_workers=num_workers)
+    place, epoch = None, [[[n, n + 1, n + 2, n + 3]] for n in range(0, 20, 4)]
+    for number, window in enumerate(loader.windows()):
+        assert seen([window]) == [epoch[number]]
+        place = loader.state_dict() if number == 0 else place
+        if number == 2:
+            break
+    loader.load_state_dict(place)
+    assert seen(loader.windows()) == epoch[1:]
+    for number in (1, 2):
+        loader.start_epoch(number)
+        assert seen(loader.windows()) == epoch
+
+
 def test_replay_is_announced_and_state_avoids_it(caplog):
     for make, replayed in ((Plain, True), (Stateful, False)):
         loader = WindowLoader(make(), batch_size=4)
