@@ -273,3 +273,20 @@ def test_a_second_run_of_one_object_is_profiled_as_well(tmp_path: Path) -> None:
     for name in ("one", "two"):
         tiny_trainer(tmp_path / name, [callback], max_steps=3).train()
         assert list(traces(tmp_path / name).values()) == [[2]]
+
+
+@pytest.mark.parametrize("start_step", [1, 2])
+def test_of_two_at_the_same_steps_the_first_profiles(
+    start_step: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two profilers of torch at once crash the process."""
+    both = [
+        ProfilerCallback(start_step=1, num_steps=3, **FAST),
+        ProfilerCallback(start_step=start_step, num_steps=3, **FAST),
+        ProfilerCallback(start_step=6, num_steps=1, **FAST),
+    ]
+    trainer = tiny_trainer(tmp_path, both, num_samples=64, max_steps=8)
+    trainer.train()
+    assert trainer.state.outcome == "completed" and not trainer.bus.disabled
+    assert sorted(traces(tmp_path).values()) == [[2, 3, 4], [7]]
+    assert caplog.text.count("another profiler is at work") == 1

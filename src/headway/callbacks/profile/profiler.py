@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 _START_STEP, _NUM_STEPS = 3, 5
 _SCHEDULE = {"skip_first": 0, "wait": 1, "warmup": 5, "active": 3, "repeat": 1}
 _LEAST = {"active": 1}
+
+_owner: weakref.ref[ProfilerCallback] | None = None  # whose profiler was the last of this process
 
 
 class ProfilerCallback(TrainerCallback):
@@ -204,6 +207,14 @@ class ProfilerCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         if self._opens_at is not None and state.global_step >= self._opens_at:
             self._opens_at = None
+            if self._is_taken():
+                self._warn(
+                    "nothing is profiled from step %d on: another profiler is at work there, and a "
+                    "process can have one at a time; give them steps that lie apart (a step of "
+                    "warm-up comes before the first)",
+                    state.global_step + 1,
+                )
+                return
             with self._timing.aside():  # the first time, torch looks for the device's tracer
                 self._open(state.global_step)
 
@@ -242,7 +253,15 @@ class ProfilerCallback(TrainerCallback):
         """Whether all that was asked for is traced, or this rank traces nothing."""
         return self._profiler is None and self._opens_at is None
 
+    def _is_taken(self) -> bool:
+        """Whether a profiler of somebody else is on: torch crashes where there are two."""
+        import torch
+
+        owner = None if _owner is None else _owner()
+        return (owner is not None and owner.is_tracing) or torch._C._autograd._profiler_enabled()
+
     def _open(self, steps_done: int) -> None:
+        global _owner
         from torch import profiler
 
         parts = dict(self._parts)
@@ -268,7 +287,7 @@ class ProfilerCallback(TrainerCallback):
         # So that the steps in a trace have the numbers they have in training.
         made.step_num = first
         self._step, self._first_traced = steps_done, first + parts["wait"] + parts["warmup"]
-        self._profiler = made
+        self._profiler, _owner = made, weakref.ref(self)
         made.start()
 
     def _experimental(self) -> Any:
