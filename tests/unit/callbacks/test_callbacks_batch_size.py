@@ -223,6 +223,14 @@ def collate(items: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {key: torch.tensor([item[key] for item in items]) for key in items[0]}
 
 
+def test_two_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    two = [BatchSizeSchedulerCallback(SIZES, SCHEDULE), BatchSizeSchedulerCallback([2, 8], [0, 5])]
+    with pytest.raises(ConfigError, match="two of them given"):
+        make_trainer(tmp_path, two, max_steps=3)[0].train()
+    off = BatchSizeSchedulerCallback([2, 8], [0, 5], enabled=False)
+    make_trainer(tmp_path, [two[0], off], max_steps=3)[0].train()
+
+
 def test_a_stream_changes_its_number_of_micro_batches(tmp_path: Path) -> None:
     changes = BatchSizeSchedulerCallback([2, 6], [0, 2])
     trainer, curve = make_trainer(tmp_path, [changes], Endless(), max_steps=4)

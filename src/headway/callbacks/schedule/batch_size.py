@@ -173,6 +173,12 @@ class BatchSizeSchedulerCallback(TrainerCallback):
         self, args: Any, trainer: Any, loader: Any, optimizer: Any, scheduler: Any
     ) -> None:
         """Everything that can be wrong, before anything is changed."""
+        for name, other in trainer.callbacks.items():
+            if other is not self and isinstance(other, type(self)) and other.enabled:
+                raise ConfigError(
+                    f"{_WHO}: two of them given (the other is {name!r}); allowed: one, as a step "
+                    "has one batch size"
+                )
         self._rule = _choose_rule(self.lr_scaling, optimizer)
         if self._rule != "none" and not hasattr(scheduler, "multiply_rates"):
             raise ConfigError(
