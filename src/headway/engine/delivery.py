@@ -44,11 +44,13 @@ class MetricDelivery:
         self.recent: deque[tuple[int, dict[str, float]]] = deque(maxlen=_NUM_RECENT)
         """The newest steps that were handed out, for whoever asks after a failure."""
         self._losses_sum, self._num_steps = 0.0, 0
+        self._sums: dict[int, tuple[float, int]] = {}
+        """These two by the step of each flush, among them that before each save."""
         self._flushed_step: int | None = None
 
     @property
     def mean_loss(self) -> float:
-        """Over the steps of this process that were taken."""
+        """Over the steps of this process that were taken, without those that were given up."""
         return self._losses_sum / self._num_steps if self._num_steps else 0.0
 
     def collect(self) -> None:
@@ -68,10 +70,15 @@ class MetricDelivery:
         self.deliver()
         self._flushed_step = self._state.global_step
         self._hand_out(self._flusher.flush())
+        self._sums[self._state.global_step] = self._losses_sum, self._num_steps
 
     def start_interval(self) -> None:
         """Count anew: a log record was made, or the run went back to an earlier step."""
         self.interval = Interval(self._state)
+        goes_back = bool(self._sums) and next(reversed(self._sums)) > self._state.global_step
+        if goes_back:
+            self._sums = {n: two for n, two in self._sums.items() if n <= self._state.global_step}
+            self._losses_sum, self._num_steps = next(reversed(self._sums.values()), (0.0, 0))
 
     def pending(self) -> Steps:
         """What was recorded and not handed out."""

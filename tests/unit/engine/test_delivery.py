@@ -224,3 +224,25 @@ def test_a_step_comes_once_and_again_only_with_what_was_recorded_late(tmp_path):
     rest = [(s, m) for _, s, m in sink.came if "optim/total grad norm" not in m]
     assert rest == [(0, {"at the beginning": 1.0}), (1, {"late": 2.0})]
     assert all(step <= now for now, step, _ in sink.came)
+
+
+@pytest.mark.parametrize("logging_steps", [1, 5])
+def test_the_mean_loss_is_without_steps_that_were_given_up(tmp_path, logging_steps):
+    class Ruin(TrainerCallback):
+        done = False
+
+        def on_step_begin(self, state, model):
+            if state.global_step == 6 and not self.done:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(9)
+
+        def on_step_end(self, state, control):
+            if state.global_step == 8 and not self.done:
+                self.done = control.rollback = True
+
+    options = {"num_samples": 64, "max_steps": 9, "save_strategy": "steps", "save_steps": 3}
+    options["logging_steps"] = logging_steps
+    whole = tiny_trainer(tmp_path / "whole", **options).train()
+    back = tiny_trainer(tmp_path / "back", [Ruin()], **options).train()
+    assert back.training_loss == pytest.approx(whole.training_loss, rel=1e-9)
