@@ -220,6 +220,7 @@ class SampleStream:
     def returning(self) -> Iterator[None]:
         """Around a pass that may be cut short: the next one begins where this one did."""
         begin = copy.deepcopy(self.dataset.state_dict()) if self.has_state else None
+        self._is_first_known = True  # of no use to a single pass
         try:
             yield
         finally:

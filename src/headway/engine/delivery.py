@@ -44,8 +44,8 @@ class MetricDelivery:
         self.recent: deque[tuple[int, dict[str, float]]] = deque(maxlen=_NUM_RECENT)
         """The newest steps that were handed out, for whoever asks after a failure."""
         self._losses_sum, self._num_steps = 0.0, 0
-        self._sums: dict[int, tuple[float, int]] = {}
-        """These two by the step of each flush, among them that before each save."""
+        self._marks: dict[int, tuple[float, int]] = {}
+        """These two by the steps to which the run may go back."""
         self._flushed_step: int | None = None
 
     @property
@@ -70,15 +70,22 @@ class MetricDelivery:
         self.deliver()
         self._flushed_step = self._state.global_step
         self._hand_out(self._flusher.flush())
-        self._sums[self._state.global_step] = self._losses_sum, self._num_steps
 
     def start_interval(self) -> None:
-        """Count anew: a log record was made, or the run went back to an earlier step."""
+        """Count anew: a log record was made."""
         self.interval = Interval(self._state)
-        goes_back = bool(self._sums) and next(reversed(self._sums)) > self._state.global_step
-        if goes_back:
-            self._sums = {n: two for n, two in self._sums.items() if n <= self._state.global_step}
-            self._losses_sum, self._num_steps = next(reversed(self._sums.values()), (0.0, 0))
+
+    def mark(self) -> None:
+        """Hand out everything; the run may go back to here."""
+        self.flush()
+        self._marks[self._state.global_step] = self._losses_sum, self._num_steps
+
+    def go_back(self) -> None:
+        """The run has gone back: what came after the step where it stands did not happen."""
+        step = self._state.global_step
+        self._marks = {marked: sums for marked, sums in self._marks.items() if marked <= step}
+        self._losses_sum, self._num_steps = next(reversed(self._marks.values()), (0.0, 0))
+        self.start_interval()
 
     def pending(self) -> Steps:
         """What was recorded and not handed out."""

@@ -433,7 +433,7 @@ class TrainingLoop:
             dump_last_metrics(p.args.output_dir, steps, p.state, p.args.process_index, reason)
 
     def _save(self, lifetime: str = "regular") -> None:
-        self.delivery.flush()
+        self.delivery.mark()
         p = self.parts
         self._saved_step, self._owes_save = p.state.global_step, False
         p.state.train_seconds = self._clock.of_run(time.monotonic())
@@ -447,7 +447,7 @@ class TrainingLoop:
             p.bus.withdraw_stop()
         p.rollback(RollbackRequest.take(p.bus.control, skip_data=skip_data))
         self._start()
-        self.delivery.start_interval()
+        self.delivery.go_back()
         self._evaluated_step = self._saved_step = -1
 
     def _finish(self) -> bool:

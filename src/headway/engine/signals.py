@@ -118,4 +118,4 @@ class SignalRequests:
     def _on_save(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
             self._save_requested = True
-            logger.warning("%s: saving after this step.", signal.Signals(number).name)
+            logger.warning("SIGUSR1: saving after this step.")
