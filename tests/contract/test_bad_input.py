@@ -294,6 +294,32 @@ def test_all_mistakes_are_told_at_once(
     assert len(lines) == 4 and all(line.startswith("error: ") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (
+            ["generate", "d", "--prompt=", "--temperature=0", "--top-k=-1", "--top-p=2",
+             "--max-new-tokens=0", f"--seed={2**64}"],
+            ("--prompt", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--seed"),
+        ),
+        (["finalize", "d", "e", "--group-size=8", "--all-layers"],
+         ("--group-size", "--all-layers")),
+        (["finalize", "d", "e", "--quantize=int", "--keep-optimizer"],
+         ("--quantize", "--keep-optimizer")),
+        (["bench", "--systems", "bar", "--steps=15", "--rounds=0", "--modes", "eagr"],
+         ("--systems", "--steps", "--rounds", "--modes")),
+    ],
+)  # fmt: skip
+def test_all_mistakes_of_options_are_told_at_once(
+    words: list[str], names: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(names)
+    for line, name in zip(lines, names):
+        assert line.startswith("error: ") and name in line
+
+
 # Other verbs.
 
 COMMANDS: list[tuple[str, list[str], tuple[str, ...]]] = [

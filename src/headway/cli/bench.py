@@ -82,11 +82,10 @@ def run(options: argparse.Namespace) -> int:
     """Measure each system in turn and print the table."""
     if options.task is not None:
         return _be_measured(options)
+    _check(options)
     systems, left_out = choose_systems(options.systems, quick=options.quick)
     steps, warmup = choose_steps(options.steps, quick=options.quick)
-    if options.rounds < 1:
-        raise ConfigError(f"--rounds: must be at least 1, got {options.rounds}")
-    modes = _check_modes(options.modes)
+    modes = None if options.modes is None else tuple(dict.fromkeys(options.modes))
 
     import torch
 
@@ -124,6 +123,22 @@ def run(options: argparse.Namespace) -> int:
     return 1 if any("error" in row for row in facts["rows"]) else 0
 
 
+def _check(options: argparse.Namespace) -> None:
+    """Refuse what the words alone show to be wrong."""
+    problems: list[str] = []
+    for choose, given in ((choose_systems, options.systems), (choose_steps, options.steps)):
+        try:
+            choose(given, quick=options.quick)
+        except ConfigError as error:
+            problems += error.problems
+    if options.rounds < 1:
+        problems.append(f"--rounds: must be at least 1, got {options.rounds}")
+    modes = options.modes or ()
+    problems += [f"--modes: {unknown('mode', mode, MODES)}" for mode in modes if mode not in MODES]
+    if problems:
+        raise ConfigError(problems)
+
+
 @contextmanager
 def _ending_by_sigterm() -> Iterator[None]:
     """SIGTERM raises, so that the process of a system ends with this one."""
@@ -142,16 +157,14 @@ def choose_systems(given: Sequence[str] | None, *, quick: bool) -> tuple[list[st
     """The systems to measure, and those left out for want of a package; one asked for must be."""
     from headway.cli.bench_systems import SYSTEMS, lacking_package
 
-    problems = [unknown("system", name, SYSTEMS) for name in given or () if name not in SYSTEMS]
+    names = list(dict.fromkeys(given or (QUICK_SYSTEMS if quick else FULL_SYSTEMS)))
+    problems = [unknown("system", name, SYSTEMS) for name in names if name not in SYSTEMS]
+    known = [name for name in names if name in SYSTEMS]
+    lacks = {name: package for name in known if (package := lacking_package(name)) is not None}
+    if given:
+        problems += [f"{name} needs {lacks[name]}, which is not installed" for name in lacks]
     if problems:
         raise ConfigError([f"--systems: {problem}" for problem in problems])
-    names = list(dict.fromkeys(given or (QUICK_SYSTEMS if quick else FULL_SYSTEMS)))
-    lacks = {name: package for name in names if (package := lacking_package(name)) is not None}
-    if given and lacks:
-        told = [
-            f"{name} needs {package}, which is not installed" for name, package in lacks.items()
-        ]
-        raise ConfigError([f"--systems: {problem}" for problem in told])
     return [name for name in names if name not in lacks], lacks
 
 
@@ -166,13 +179,6 @@ def choose_steps(given: int | None, *, quick: bool) -> tuple[int, int]:
             f"taken over {STRETCH} steps)"
         )
     return steps, warmup
-
-
-def _check_modes(given: Sequence[str] | None) -> tuple[str, ...] | None:
-    problems = [f"--modes: {unknown('mode', m, MODES)}" for m in given or () if m not in MODES]
-    if problems:
-        raise ConfigError(problems)
-    return None if given is None else tuple(dict.fromkeys(given))
 
 
 def estimate_bytes(job: Job) -> int:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from headway.checkpoint.quantized import QuantizationPlan
 
 
+_OF_QUANTIZE = ("group_size", "exclude", "all_layers")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.add_argument("source", metavar="SRC", help="a checkpoint, a run directory or a folder")
@@ -90,17 +93,22 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse what the words alone show to be wrong."""
+    problems: list[str] = []
     if options.quantize is None:
-        for option in ("group_size", "exclude", "all_layers"):
-            if getattr(options, option) not in (None, False):
-                raise ConfigError(f"--{option.replace('_', '-')}: needs --quantize RECIPE")
-        return
-    find_recipe(options.quantize, "--quantize").resolve_group_size(options.group_size)
-    if options.keep_optimizer:
-        raise ConfigError(
-            "--keep-optimizer: the optimizer's state belongs to whole weights and is of no use to "
-            "quantized ones; leave it out, or leave out --quantize"
-        )
+        given = (o for o in _OF_QUANTIZE if getattr(options, o) not in (None, False))
+        problems = [f"--{option.replace('_', '-')}: needs --quantize RECIPE" for option in given]
+    else:
+        try:
+            find_recipe(options.quantize, "--quantize").resolve_group_size(options.group_size)
+        except ConfigError as error:
+            problems += error.problems
+        if options.keep_optimizer:
+            problems.append(
+                "--keep-optimizer: the optimizer's state belongs to whole weights and is of no use "
+                "to quantized ones; leave it out, or leave out --quantize"
+            )
+    if problems:
+        raise ConfigError(problems)
 
 
 def _place(given: str, source: Path) -> str:

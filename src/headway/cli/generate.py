@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from headway.errors import ConfigError
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
@@ -30,17 +32,8 @@ def run(options: argparse.Namespace) -> int:
         load_model,
     )
     from headway.dist.device import resolve_device
-    from headway.errors import ConfigError
 
-    if not options.prompt:
-        raise ConfigError("--prompt: the text must not be empty")
-    if not options.greedy and not options.temperature > 0:
-        raise ConfigError(
-            f"--temperature: must be above 0, got {options.temperature:g}; "
-            f"for the likeliest token at every place give --greedy"
-        )
-    if options.seed is not None and not -(2**63) <= options.seed < 2**64:
-        raise ConfigError(f"--seed: must lie in [-2^63, 2^64 - 1], got {options.seed}")
+    _check(options)
     folder = find_model_folder(options.dir)
     tokenizer = load_folder_tokenizer(folder, options.tokenizer)
     device = resolve_device(options.device)
@@ -73,6 +66,28 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(text)
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Find what is wrong before the model is read, which may take a while."""
+    problems = []
+    if not options.prompt:
+        problems.append("--prompt: the text must not be empty")
+    if options.max_new_tokens < 1:
+        problems.append(f"--max-new-tokens: must be at least 1, got {options.max_new_tokens}")
+    if not options.greedy and not options.temperature > 0:
+        problems.append(
+            f"--temperature: must be above 0, got {options.temperature:g}; "
+            f"for the likeliest token at every place give --greedy"
+        )
+    if options.top_k < 0:
+        problems.append(f"--top-k: must be 0 (off) or more, got {options.top_k}")
+    if not 0 < options.top_p <= 1:
+        problems.append(f"--top-p: must lie above 0 and up to 1, got {options.top_p:g}")
+    if options.seed is not None and not -(2**63) <= options.seed < 2**64:
+        problems.append(f"--seed: must lie in [-2^63, 2^64 - 1], got {options.seed}")
+    if problems:
+        raise ConfigError(problems)
 
 
 def continue_ids(
