@@ -251,15 +251,7 @@ def _measure_in(
     words = [*command, "--task", json.dumps(plan.to_dict()), "--result", str(result)]
     with output.open("w", encoding="utf-8") as file:
         try:
-            code = subprocess.run(
-                words,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                timeout=limit_s,
-            ).returncode
-            problem = f"exit code {code}"
+            problem = f"exit code {_run_process(words, variables, file, limit_s)}"
         except subprocess.TimeoutExpired:
             problem = f"not done after {limit_s:.0f} s"
     # Without room on the disk it is there, and empty.
@@ -268,6 +260,24 @@ def _measure_in(
         return row
     said = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return _failed(plan, f"{problem}: {said[-1] if said else 'no output'}", said[-_SHOWN_LINES:])
+
+
+def _run_process(words: list[str], variables: dict[str, str], output: Any, limit_s: float) -> int:
+    """The exit code of a process that does not outlive this call."""
+    from headway.optim.preserved import uninterrupted
+
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        # A signal that came before it has a name here would leave it running.
+        with uninterrupted():
+            process = subprocess.Popen(
+                words, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        return process.wait(limit_s)
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
 
 
 def _failed(plan: Plan, problem: str, output: list[str]) -> Row:

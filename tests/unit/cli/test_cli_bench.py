@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -259,6 +262,28 @@ def test_no_room_for_a_folder_is_a_failure_of_that_system(monkeypatch: pytest.Mo
     assert found["error"] == "[Errno 28] No space left on device" and found["output"] == []
 
 
+def test_sigterm_while_a_process_is_started_ends_it_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Struck(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Struck)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    try:
+        with pytest.raises(SystemExit), bench._ending_by_sigterm():
+            bench.measure_apart(PLAN, command, limit_s=60)
+        assert started[0].poll() is not None
+    finally:
+        started[0].kill()
+        started[0].wait()
+
+
 def test_sigterm_ends_the_process_that_is_measured_too() -> None:
     words = ["bench", "--quick", "--cpu", "--systems", "bare-decoder", "--steps", "1000000"]
     command = [sys.executable, "-m", "headway", *words]
@@ -270,4 +295,8 @@ def test_sigterm_ends_the_process_that_is_measured_too() -> None:
         measured = identify(int(found[0]))
         process.terminate()
         assert process.wait(60) == 143
-    assert look_at(measured) == "gone"
+    try:
+        assert look_at(measured) == "gone"
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(int(found[0]), signal.SIGKILL)
