@@ -169,3 +169,20 @@ def test_greedy_generation(family: str, tmp_path: Path) -> None:
     }
     ours = generate(model, ids, **options)
     assert torch.equal(ours, generate(theirs, ids, **options))
+
+
+def test_a_model_of_transformers_ends_where_its_generation_config_says(tmp_path: Path) -> None:
+    from headway.models import generate
+
+    save_pretrained(build("llama-tied"), tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = tokens(1, 12)
+    options: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False}
+    free = theirs.generate(ids, eos_token_id=None, **options)
+    assert free.shape[1] == 26
+    # As chat models have it: more ends than the model's own configuration tells.
+    theirs.config.eos_token_id = 1
+    theirs.generation_config.eos_token_id = [1, int(free[0, 15])]
+    stopped = generate(theirs, ids, **options)
+    assert torch.equal(stopped, theirs.generate(ids, **options))
+    assert stopped.shape[1] < 26

@@ -20,6 +20,9 @@ from headway.errors import ConfigError
 from headway.models.cache import KVCache
 from headway.models.decoder import Decoder
 
+_COLDEST = 1e-30
+"""Below it logits over the temperature would leave the range of float32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -56,7 +59,8 @@ class Sampling:
             scores = _penalise(scores, seen, seen_mask, self.repetition_penalty)
         if not self.do_sample:
             return scores.argmax(-1)
-        scores = _keep_likeliest(scores / self.temperature, self.top_k, self.top_p)
+        scores = scores / max(self.temperature, _COLDEST)
+        scores = _keep_likeliest(scores, self.top_k, self.top_p)
         return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(1)
 
 
@@ -108,13 +112,8 @@ def generate(
         repetition_penalty=repetition_penalty,
         do_sample=do_sample,
     )
-    check_request(input_ids, max_new_tokens, sampling)
-    if attention_mask is not None and bool((attention_mask[:, -1] == 0).any()):
-        raise ConfigError(
-            "attention_mask: a prompt ends with padding, after which nothing sensible follows; pad "
-            "shorter prompts on the left"
-        )
-    ends, pad = find_end(getattr(model, "config", None), eos_token_id, pad_token_id)
+    check_request(input_ids, max_new_tokens, sampling, attention_mask)
+    ends, pad = find_end(configs_of(model), eos_token_id, pad_token_id)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -125,7 +124,7 @@ def generate(
         if isinstance(model, Decoder):
             step = _cached_step(model, input_ids, max_new_tokens, padded=attention_mask is not None)
         else:
-            step = _full_step(model)
+            step = _full_step(model, attention_mask)
         return draw_tokens(
             step, input_ids, max_new_tokens, sampling, ends, pad, attention_mask, generator
         )
@@ -134,7 +133,9 @@ def generate(
             module.training = training
 
 
-def check_request(input_ids: Tensor, max_new_tokens: int, sampling: Sampling) -> None:
+def check_request(
+    input_ids: Tensor, max_new_tokens: int, sampling: Sampling, attention_mask: Tensor | None
+) -> None:
     """Refuse what cannot be continued."""
     sampling.validate()
     if max_new_tokens < 1:
@@ -144,18 +145,40 @@ def check_request(input_ids: Tensor, max_new_tokens: int, sampling: Sampling) ->
             f"generate() needs input_ids [batch, length] with at least one token, "
             f"got the shape {list(input_ids.shape)}"
         )
+    if attention_mask is None:
+        return
+    if attention_mask.shape != input_ids.shape:
+        raise ConfigError(
+            f"attention_mask: the shape {list(attention_mask.shape)} given; allowed: that of "
+            f"input_ids, {list(input_ids.shape)}"
+        )
+    if bool((attention_mask[:, -1] == 0).any()):
+        raise ConfigError(
+            "attention_mask: a prompt ends with padding, after which nothing sensible follows; pad "
+            "shorter prompts on the left"
+        )
+
+
+def configs_of(model: Any) -> tuple[Any, ...]:
+    """Where a model says which tokens end a text: transformers' models have a place of its own."""
+    return getattr(model, "generation_config", None), getattr(model, "config", None)
 
 
 def find_end(
-    config: Any, eos_token_id: int | Sequence[int] | None, pad_token_id: int | None
+    configs: Sequence[Any], eos_token_id: int | Sequence[int] | None, pad_token_id: int | None
 ) -> tuple[list[int], int]:
-    """The ids that end a row, and the one that fills it afterwards."""
-    eos = eos_token_id if eos_token_id is not None else getattr(config, "eos_token_id", None)
+    """The ids that end a row, and the one that fills it: as given, else by the first that tells."""
+    eos = _first(eos_token_id, configs, "eos_token_id")
     ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    pad = pad_token_id if pad_token_id is not None else getattr(config, "pad_token_id", None)
+    pad: int | None = _first(pad_token_id, configs, "pad_token_id")
     if pad is None:
         pad = ends[0] if ends else 0
     return ends, pad
+
+
+def _first(given: Any, configs: Sequence[Any], name: str) -> Any:
+    told = (given, *(getattr(config, name, None) for config in configs))
+    return next((value for value in told if value is not None), None)
 
 
 _Step = Callable[[Tensor, Tensor], Tensor]
@@ -230,8 +253,17 @@ def _cached_step(model: Decoder, input_ids: Tensor, max_new_tokens: int, *, padd
     return step
 
 
-def _full_step(model: nn.Module) -> _Step:
-    accepts_mask = "attention_mask" in inspect.signature(model.forward).parameters
+def _full_step(model: nn.Module, attention_mask: Tensor | None) -> _Step:
+    taken = inspect.signature(model.forward).parameters
+    accepts_mask = "attention_mask" in taken
+    if not accepts_mask and attention_mask is not None and bool((attention_mask == 0).any()):
+        # A wrapper hands on what it is given.
+        accepts_mask = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+        if not accepts_mask:
+            raise ConfigError(
+                f"attention_mask: {type(model).__name__}.forward() takes none, so that it would "
+                "read the padding as text; give prompts of one length, or one at a time"
+            )
 
     def step(ids: Tensor, mask: Tensor) -> Tensor:
         out = model(ids, attention_mask=mask) if accepts_mask else model(ids)

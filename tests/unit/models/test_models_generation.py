@@ -104,6 +104,13 @@ def test_sampling_is_reproducible_and_restores_the_mode() -> None:
     assert torch.equal(draw(3, temperature=1e-4), greedy)
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-300])
+def test_the_coldest_temperatures_take_the_likeliest_token(temperature: float) -> None:
+    model = build()
+    greedy = generate(model, PROMPT, max_new_tokens=8, do_sample=False)
+    assert torch.equal(generate(model, PROMPT, max_new_tokens=8, temperature=temperature), greedy)
+
+
 def test_repetition_penalty_avoids_seen_tokens() -> None:
     out = generate(build(), PROMPT, max_new_tokens=30, do_sample=False, repetition_penalty=1e6)
     for row in out:
@@ -131,3 +138,33 @@ def test_a_module_without_logits_is_refused() -> None:
         generate(build(), PROMPT[:, :0], max_new_tokens=1)
     with pytest.raises(ConfigError, match="Flatten"):
         generate(nn.Flatten(), PROMPT, max_new_tokens=1)
+
+
+def test_a_mask_of_another_shape_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"attention_mask: the shape \[2, 5\] given"):
+        generate(build(), PROMPT, max_new_tokens=1, attention_mask=torch.ones(2, 5))
+
+
+class HandsOn(nn.Module):
+    """As wrappers do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.inner(*inputs, **named)
+
+
+def test_padding_is_never_read_as_text() -> None:
+    model = build()
+    mask = torch.ones_like(PROMPT)
+    mask[0, :2] = 0
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "attention_mask": mask}
+    expected = generate(model, PROMPT, **options)
+    # Positions count the padding, which turns all of them alike.
+    assert torch.equal(generate(HandsOn(model), PROMPT, **options), expected)
+    with pytest.raises(ConfigError, match=r"LogitsOnly.forward\(\) takes none"):
+        generate(LogitsOnly(model), PROMPT, **options)
+    whole = {**options, "attention_mask": torch.ones_like(PROMPT)}
+    assert generate(LogitsOnly(model), PROMPT, **whole).shape == (2, 15)

@@ -50,14 +50,14 @@ class TextOptions:
 
         What the user's config says comes first, then the tokenizer's ids, then the model's.
         """
-        from headway.models.generation import Sampling, find_end
+        from headway.models.generation import Sampling, configs_of, find_end
 
         rest = {k: v for k, v in config.items() if v is not None}
         max_new_tokens = rest.pop("max_new_tokens", max_new_tokens)
         rest.pop("return_dict_in_generate", None)
         bos = rest.pop("bos_token_id", coder.bos_token_id)
         ends, pad = find_end(
-            getattr(model, "config", None),
+            configs_of(model),
             rest.pop("eos_token_id", coder.eos_token_id),
             rest.pop("pad_token_id", coder.pad_token_id),
         )

@@ -54,9 +54,9 @@ def pipeline_generate(
     rank `source` draws for all.
     """
     sampling = _SharedSampling(source=source, rank=dist.get_rank(), **options)
-    check_request(input_ids, max_new_tokens, sampling)
+    check_request(input_ids, max_new_tokens, sampling, attention_mask)
     _check_length(config, input_ids.shape[1], max_new_tokens)
-    ends, pad = find_end(config, eos_token_id, pad_token_id)
+    ends, pad = find_end([config], eos_token_id, pad_token_id)
     padded = attention_mask is not None
 
     def step(ids: Tensor, mask: Tensor) -> Tensor:
