@@ -13,14 +13,13 @@ waited for. Both are decided by the step alone, hence alike on all ranks.
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 
 from headway.args import TrainingArguments
 from headway.engine.events import EventBus
 from headway.engine.flushing import Flusher
 from headway.engine.interval import Interval
-from headway.engine.metrics import GRAD_NORM, LOSS_SCALE, STEP_SKIPPED, TRAIN_LOSS, Steps
+from headway.engine.metrics import GRAD_NORM, STEP_SKIPPED, TRAIN_LOSS, Steps, is_overflow
 from headway.engine.state import TrainerState
 
 logger = logging.getLogger(__name__)
@@ -101,8 +100,7 @@ class MetricDelivery:
         for step, metrics in steps:
             if GRAD_NORM in metrics:  # a step of the loop, not only records of callbacks
                 if self.interval.add(metrics):
-                    # Looking for the largest scale that fits overflows now and then, by design.
-                    if LOSS_SCALE not in metrics or not math.isfinite(metrics[TRAIN_LOSS]):
+                    if not is_overflow(metrics):
                         skipped.append((step, metrics))
                 else:
                     self._losses_sum += metrics[TRAIN_LOSS]

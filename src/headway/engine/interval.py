@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from headway.engine.metrics import GRAD_NORM, LEARNING_RATE, LOSS_SCALE, STEP_SKIPPED, TRAIN_LOSS
+from headway.engine.metrics import GRAD_NORM, LEARNING_RATE, STEP_SKIPPED, TRAIN_LOSS, is_overflow
 from headway.engine.state import TrainerState
 
 
@@ -31,7 +31,7 @@ class Interval:
         metrics[STEP_SKIPPED] = float(skipped)
         self._losses += loss
         self._num_steps += 1
-        if not (LOSS_SCALE in metrics and skipped and math.isfinite(loss)):
+        if not (skipped and is_overflow(metrics)):
             # The norm of an overflow says nothing of the gradient.
             self._num_norms += 1
             self._norm_squares += norm * norm
@@ -46,13 +46,15 @@ class Interval:
         self._num_skipped += 1
 
     def record(self, state: TrainerState) -> dict[str, Any]:
-        """The log record: means over the interval, totals of the run."""
+        """The log record: means over the interval, totals of the run.
+
+        Without norms where all steps were overflows of the loss scale.
+        """
         steps = max(1, self._num_steps)
         record: dict[str, Any] = {
             "epoch": state.epoch,
             "loss": self._losses / steps,
-            "grad_norm": math.sqrt(self._norm_squares / max(1, self._num_norms)),
-            "max_grad_norm": self._max_norm,
+            **self._norms(),
             "learning_rate": self._learning_rate,
             "tokens": state.num_input_tokens_seen - self._tokens_before,
             "total_tokens": state.num_input_tokens_seen,
@@ -61,6 +63,12 @@ class Interval:
         if self._num_skipped:
             record["skipped_steps"] = self._num_skipped
         return record
+
+    def _norms(self) -> dict[str, float]:
+        if self._num_steps and not self._num_norms:
+            return {}
+        mean_square = self._norm_squares / max(1, self._num_norms)
+        return {"grad_norm": math.sqrt(mean_square), "max_grad_norm": self._max_norm}
 
     @property
     def empty(self) -> bool:

@@ -7,6 +7,8 @@ Recording waits for nothing: a device tensor stays where it is. Does not own the
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headway.errors import ConfigError, unknown
+from headway.precision.scaler import LEAST_LOSS_SCALE
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,13 @@ ALIASES = {
     "learning_rate": LEARNING_RATE,
     "perplexity": PERPLEXITY,
 }
+
+
+def is_overflow(metrics: Mapping[str, float]) -> bool:
+    """Whether a withheld step is an overflow of scaled gradients, by design: now and then one shows
+    that the loss scale is too large."""
+    is_searched = metrics.get(LOSS_SCALE, 0.0) >= LEAST_LOSS_SCALE
+    return is_searched and math.isfinite(metrics.get(TRAIN_LOSS, math.nan))
 
 
 def _full_name(name: str, namespace: str | None) -> str:

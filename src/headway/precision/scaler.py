@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
 
-_TOO_SMALL = 2.0**-10
-"""A scale that nobody reaches unless every step overflows."""
+LEAST_LOSS_SCALE = 2.0**-10
+"""Smaller ones are reached only where every step overflows, whatever the scale."""
+_SMALLEST = 2.0**-126
+"""The factor that undoes a smaller one is no number in float32."""
 
 
 class LossScale:
@@ -53,12 +55,14 @@ class LossScale:
     def update(self, taken: bool) -> None:
         """Adapt to a step: smaller after an overflow, larger after many steps without one."""
         if not taken:
-            self.value *= self._backoff_factor
+            before = self.value
+            self.value = max(before * self._backoff_factor, _SMALLEST)
             self._steps_since_change = 0
-            if self.value < _TOO_SMALL:
+            if self.value < LEAST_LOSS_SCALE <= before:
                 logger.warning(
-                    "mixed_precision='fp16': every step overflows, the loss scale fell to %g; "
-                    "the run diverges, or the model needs mixed_precision='bf16'",
+                    "mixed_precision='fp16': every step overflows, the loss scale fell to %g; the "
+                    "run diverges, its gradients are not finite, or the model needs "
+                    "mixed_precision='bf16'",
                     self.value,
                 )
             return

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from headway import ConfigError, Trainer, TrainerCallback, TrainingArguments
+from headway.callbacks import NaNGuardCallback
 from headway.engine.delivery import NonFiniteError
 from headway.precision.scaler import LossScale
 from headway.testing import tiny_dataset, tiny_decoder
@@ -158,6 +159,34 @@ def test_an_overflow_is_in_the_log_and_leaves_no_infinite_norm_there(tmp_path):
     assert all(math.isfinite(record["grad_norm"]) for record in records)
 
 
+def test_a_record_of_overflows_alone_has_no_norm(tmp_path):
+    data = samples(blown_up=(3, 17, 18, 40))
+    trainer = train(
+        tmp_path, data, mixed_precision="fp16", nonfinite_action="raise", logging_steps=1
+    )
+    records = [record for record in trainer.state.log_history if "learning_rate" in record]
+    overflows = [record for record in records if "skipped_steps" in record]
+    assert len(overflows) >= 2
+    for record in records:
+        norms = {"grad_norm", "max_grad_norm"} & record.keys()
+        assert not norms if record in overflows else len(norms) == 2
+
+
+class NoSlope(TrainerCallback):
+    """Every gradient is infinite, whatever the scale; the loss is fine."""
+
+    def on_train_begin(self, model):
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient * math.inf)
+
+
+@pytest.mark.parametrize("guards", [[], [NaNGuardCallback(action="stop")]])
+def test_gradients_that_no_scale_makes_finite_are_no_overflow(tmp_path, guards, caplog):
+    trainer = train(tmp_path, samples(), [NoSlope(), *guards], mixed_precision="fp16", max_steps=40)
+    assert 27 <= trainer.state.global_step < 40
+    assert sum("every step overflows" in record.message for record in caplog.records) == 1
+
+
 class Lose(TrainerCallback):
     def on_window(self, state, window):
         if state.global_step == 6:
@@ -167,6 +196,16 @@ class Lose(TrainerCallback):
 def test_a_loss_that_is_not_a_number_is_no_overflow(tmp_path):
     with pytest.raises(NonFiniteError):
         train(tmp_path, samples(), [Lose()], mixed_precision="fp16", nonfinite_action="raise")
+
+
+def test_the_smallest_scale_can_be_undone():
+    scale = LossScale()
+    for _ in range(1200):
+        scale.update(taken=False)
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.full((2,), scale.value)
+    scale.unscale([weight])
+    assert torch.equal(weight.grad, torch.ones(2))
 
 
 @given(steps=st.lists(st.booleans(), max_size=60), interval=st.integers(1, 5))

@@ -204,7 +204,7 @@ class DivergenceDetector(TrainerCallback):
         metrics: Mapping[str, float],
         trainer: Any,
     ) -> None:
-        from headway.engine.metrics import ALIASES, LOSS_SCALE, TRAIN_LOSS
+        from headway.engine.metrics import ALIASES, is_overflow
 
         value = metrics.get(ALIASES.get(self.metric_key, self.metric_key))
         if value is None:
@@ -212,11 +212,9 @@ class DivergenceDetector(TrainerCallback):
         if self._by_step:
             self._observe("on_metrics", step, value, state, control, trainer)
         elif self.decides_nonfinite and not math.isfinite(value):
-            # Whoever decides about it need not wait for the record. Looking for the largest scale
-            # that fits overflows now and then, by design.
-            overflow = LOSS_SCALE in metrics and math.isfinite(metrics.get(TRAIN_LOSS, math.nan))
+            # Whoever decides about it need not wait for the record.
             settled = self.recovery.pending or control.should_abort_without_save
-            if not overflow and not settled:
+            if not is_overflow(metrics) and not settled:
                 self._act(f"{self.metric_key} is {value} at step {step}", step, control, state)
         elif self.rule.is_calm and self.rule.is_near_best(value):
             # A record covers many steps; this tells where among them it went wrong.

@@ -155,16 +155,14 @@ class NaNGuardCallback(TrainerCallback):
 
     def _name_bad(self, metrics: Mapping[str, float]) -> str | None:
         """What is not finite in a step, in words; None for what is no step."""
-        from headway.engine.metrics import GRAD_NORM, LOSS_SCALE, TRAIN_LOSS
+        from headway.engine.metrics import GRAD_NORM, TRAIN_LOSS, is_overflow
 
         loss, norm = metrics.get(TRAIN_LOSS), metrics.get(GRAD_NORM)
         if loss is None or norm is None:
             return None
         if self.watch_loss and not math.isfinite(loss):
             return f"the loss is {loss}"
-        # Looking for the largest scale that fits overflows now and then, by design.
-        overflow = LOSS_SCALE in metrics and math.isfinite(loss)
-        if self.watch_grad_norm and not math.isfinite(norm) and not overflow:
+        if self.watch_grad_norm and not math.isfinite(norm) and not is_overflow(metrics):
             return f"the gradient norm is {norm}"
         return ""
 
