@@ -38,6 +38,9 @@ def take_step(
         taken = math.isfinite(decides.item())
         if taken:
             step(optimizer, None, kernel_step)
+        else:
+            # torch's schedulers look for it, to warn of a step of theirs that came too early.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
     optimizer.zero_grad(set_to_none=True)
     if scale is None:
         return True

@@ -88,6 +88,11 @@ def test_a_non_finite_step_never_reaches_the_weights(tmp_path, optimizer, on_dev
     assert math.isnan(record["grad_norm"]), "never shown as a finite average"
 
 
+@pytest.mark.filterwarnings("error:Detected call of")
+def test_a_first_step_that_is_withheld_is_no_mistake_of_the_order(tmp_path):
+    tiny_trainer(tmp_path, [Poison(0)], max_steps=2, nonfinite_action="skip").train()
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize(("loss", "norm"), [(math.inf, 1.0), (math.nan, 1.0), (1.0, math.inf)])
 def test_a_loss_that_is_not_finite_withholds_finite_gradients_too(loss, norm, on_device):
