@@ -35,6 +35,7 @@ _NUMBERS = (
     "token_type_ids",
 )
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+_LABELS = ("labels", "label", "label_ids")
 _NARROW = (torch.uint8, torch.int8, torch.int16, *_UNSIGNED)
 
 
@@ -147,7 +148,7 @@ class PadCollator:
         if ragged and "attention_mask" not in batch:
             batch["attention_mask"] = _length_mask(lengths, width)
         if self.causal_labels and "labels" not in batch:
-            labels = batch["input_ids"].clone()
+            labels = batch["input_ids"].to(torch.int64, copy=True)
             if "attention_mask" in batch:
                 labels[batch["attention_mask"] == 0] = self.label_pad
             documents = batch.get("document_ids")
@@ -307,8 +308,9 @@ def _length_mask(lengths: list[int], width: int) -> torch.Tensor:
 
 
 def _wide(key: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Ids and labels from narrow or unsigned types become int64, which embeddings take."""
-    narrow = dtype.kind == "u" or (dtype.kind == "i" and dtype.itemsize < 4)
+    """Ids and labels from types that torch's embeddings and losses do not take become int64."""
+    least = 8 if key in _LABELS else 4
+    narrow = dtype.kind == "u" or (dtype.kind == "i" and dtype.itemsize < least)
     wide = narrow and (key in _NUMBERS or key in _FILL or dtype.itemsize > 1)
     wide |= dtype.kind == "b" and key in _NUMBERS
     return np.dtype(np.int64) if wide else dtype
@@ -318,6 +320,7 @@ def _wide_torch(key: str, dtype: torch.dtype) -> torch.dtype:
     """The same for tensors; of what is neither, somebody chose the type."""
     wide = dtype in _NARROW and (key in _NUMBERS or key in _FILL)
     wide |= dtype is torch.bool and key in _NUMBERS
+    wide |= dtype is torch.int32 and key in _LABELS
     return torch.int64 if wide else dtype
 
 

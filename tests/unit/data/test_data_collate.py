@@ -245,3 +245,18 @@ def test_lists_of_tensors_that_numpy_does_not_know_are_tensors():
     assert default_collator([{"x": learned}])["x"].shape == (1, 2, 2)
     ragged = [torch.ones(2, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)]
     assert default_collator([{"x": ragged}])["x"] == [ragged]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("lengths", [(3, 3), (3, 1)])
+def test_labels_have_the_type_that_losses_take(kind, lengths):
+    arrays = [np.arange(length, dtype=np.int32) for length in lengths]
+    ids = [torch.from_numpy(array) if kind == "torch" else array for array in arrays]
+    given = default_collator([{"input_ids": one, "labels": one} for one in ids])
+    made = default_collator([{"input_ids": one} for one in ids])
+    for batch in (given, made):
+        logits = torch.zeros(*batch["labels"].shape, 4)
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    assert given["input_ids"].dtype == torch.int32
+    classes = [{"x": torch.zeros(2), "label": np.int32(n)} for n in range(2)]
+    assert default_collator(classes)["label"].dtype == torch.int64
