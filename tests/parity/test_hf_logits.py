@@ -186,3 +186,13 @@ def test_a_model_of_transformers_ends_where_its_generation_config_says(tmp_path:
     stopped = generate(theirs, ids, **options)
     assert torch.equal(stopped, theirs.generate(ids, **options))
     assert stopped.shape[1] < 26
+
+
+def test_a_window_that_a_file_does_not_name_is_that_of_transformers() -> None:
+    from headway.models.hf_config import from_hf_config
+
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    named = {"model_type": "mistral", **sizes}
+    theirs = transformers.MistralConfig(**sizes).sliding_window
+    assert from_hf_config(named).sliding_window == theirs is not None
+    assert from_hf_config({**named, "sliding_window": None}).sliding_window is None

@@ -38,6 +38,8 @@ _RENAMED = {
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
+_MISTRAL_WINDOW = 4096
+"""What transformers takes where a file of this family has no such key; null means none."""
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -182,8 +184,9 @@ def _rope_of(hf_config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None
 
 def _window_of(hf_config: Mapping[str, Any]) -> int | None:
     """The window of every layer; Qwen3 keeps a width in the file even where no layer uses it."""
-    window: int | None = hf_config.get("sliding_window")
     family = hf_config["model_type"]
+    unsaid = _MISTRAL_WINDOW if family == "mistral" else None
+    window: int | None = hf_config.get("sliding_window", unsaid)
     if family == "llama" or window is None:
         return None
     if family == "mistral":
