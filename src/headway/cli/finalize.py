@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.checkpoint.storage import is_url, join_location, split_location
 from headway.cli.messages import print_json, print_table, spell_bytes, spell_count
-from headway.errors import ConfigError
+from headway.errors import ConfigError, unknown
 from headway.precision.recipes import RECIPES, find_recipe
 
 if TYPE_CHECKING:
@@ -93,10 +93,14 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse what the words alone show to be wrong."""
+    from headway.checkpoint.export import DTYPES
+
     problems: list[str] = []
+    if options.dtype is not None and options.dtype not in DTYPES:
+        problems.append(f"--dtype: {unknown('dtype', options.dtype, DTYPES)}")
     if options.quantize is None:
         given = (o for o in _OF_QUANTIZE if getattr(options, o) not in (None, False))
-        problems = [f"--{option.replace('_', '-')}: needs --quantize RECIPE" for option in given]
+        problems += [f"--{option.replace('_', '-')}: needs --quantize RECIPE" for option in given]
     else:
         try:
             find_recipe(options.quantize, "--quantize").resolve_group_size(options.group_size)

@@ -45,16 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the schedule, or draw it into a file."""
-    from headway.cli.charts import check_output, write_charts
+    from headway.cli.charts import write_charts
     from headway.cli.messages import print_json
     from headway.config.load import load_run
 
-    for name in ("nproc", "steps"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name}: must be 1 or more, got {value}")
-    if options.output is not None:
-        check_output(options.output, "--output")
+    _check(options)
     run_config = load_run(options.config, options.overrides)
     span = _measure(run_config, options.nproc)
     schedules = _read_schedules(run_config, span, options.steps)
@@ -68,6 +63,24 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print(schedules, chart, horizon, span, to_file=options.output)
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse what the words alone show to be wrong."""
+    from headway.cli.charts import check_output
+
+    problems = [
+        f"--{name}: must be 1 or more, got {value}"
+        for name, value in (("nproc", options.nproc), ("steps", options.steps))
+        if value is not None and value < 1
+    ]
+    if options.output is not None:
+        try:
+            check_output(options.output, "--output")
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
 
 
 @dataclass(frozen=True)
