@@ -196,3 +196,17 @@ def test_a_window_that_a_file_does_not_name_is_that_of_transformers() -> None:
     theirs = transformers.MistralConfig(**sizes).sliding_window
     assert from_hf_config(named).sliding_window == theirs is not None
     assert from_hf_config({**named, "sliding_window": None}).sliding_window is None
+
+
+def test_what_a_model_of_transformers_says_of_its_output_changes_nothing(tmp_path: Path) -> None:
+    from headway.models import generate
+
+    save_pretrained(build("llama-tied"), tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = tokens(2, 12)
+    expected = generate(theirs, ids, max_new_tokens=5, do_sample=False)
+    theirs.generation_config.do_sample = True
+    theirs.generation_config.return_dict_in_generate = True
+    theirs.generation_config.num_return_sequences = 2
+    assert torch.equal(generate(theirs, ids, max_new_tokens=5, do_sample=False), expected)
+    assert torch.equal(generate(theirs, ids, max_new_tokens=5, temperature=1e-45), expected)

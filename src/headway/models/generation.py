@@ -50,6 +50,11 @@ class Sampling:
         if problems:
             raise ConfigError(problems)
 
+    @property
+    def divisor(self) -> float:
+        """The temperature, as far as logits can be divided by it."""
+        return max(self.temperature, _COLDEST)
+
     def draw(
         self, logits_BV: Tensor, seen: Tensor, seen_mask: Tensor, generator: torch.Generator | None
     ) -> Tensor:
@@ -59,8 +64,7 @@ class Sampling:
             scores = _penalise(scores, seen, seen_mask, self.repetition_penalty)
         if not self.do_sample:
             return scores.argmax(-1)
-        scores = scores / max(self.temperature, _COLDEST)
-        scores = _keep_likeliest(scores, self.top_k, self.top_p)
+        scores = _keep_likeliest(scores / self.divisor, self.top_k, self.top_p)
         return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(1)
 
 
@@ -301,7 +305,7 @@ def _by_transformers(
     options: dict[str, Any] = {"do_sample": sampling.do_sample}
     if sampling.do_sample:
         options |= {
-            "temperature": sampling.temperature,
+            "temperature": sampling.divisor,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
         }
@@ -318,6 +322,9 @@ def _by_transformers(
             repetition_penalty=sampling.repetition_penalty,
             eos_token_id=ends or None,
             pad_token_id=pad,
+            # Whatever the model's own generation config says of these.
+            num_return_sequences=1,
+            return_dict_in_generate=False,
             **options,
         )
     return out
