@@ -28,6 +28,7 @@ from headway.optim.groups import (
     Group,
     OptimizerGroups,
     deal_parameters,
+    own_values,
     split_no_decay,
 )
 from headway.optim.kinds import Kinds, all_names, parameter_kinds
@@ -143,7 +144,7 @@ def _factory_of(given: Any) -> OptimizerFactory:
     except TypeError as error:
         name = getattr(cls, "__name__", repr(cls))
         raise ConfigError(f"{option}: {name}: {error}") from error
-    return lambda param_groups: cls(param_groups, **kwargs)
+    return lambda param_groups: cls(param_groups, **own_values(kwargs))
 
 
 def _factory_key(group: Group) -> str:

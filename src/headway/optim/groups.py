@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from headway.config.group_settings import check_setting
 from headway.errors import ConfigError, nearest, unknown
@@ -55,8 +55,17 @@ class Group:
             "params": [parameter for _, parameter in self.members],
             "param_names": [name for name, _ in self.members],
             "group_name": self.name,
-            **self.config,
+            **own_values(self.config),
         }
+
+
+def own_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as given, but tensors copied: schedules write into a rate that is one, and the next
+    optimizer of these settings would begin where this one ended."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in settings.items()
+    }
 
 
 def check_groups(groups: OptimizerGroups) -> dict[str, Entry]:

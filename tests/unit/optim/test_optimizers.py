@@ -546,3 +546,26 @@ def test_fused_sgd_that_would_stand_still_is_refused(dtype):
     with pytest.raises(ConfigError, match=r"fused=True .* leave fused out"):
         build(nn.Linear(8, 8).to(dtype), optim="sgd", optim_args={"fused": True})
     build(nn.Linear(8, 8), optim="sgd", optim_args={"fused": True})
+
+
+@pytest.mark.parametrize("place", ["optimizer_cls_and_kwargs", "optimizer_groups"])
+def test_a_rate_that_is_a_tensor_is_the_same_for_the_next_run(place, tmp_path):
+    rate = torch.tensor(0.25)
+    given = {
+        "optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": rate}),
+        "optimizer_groups": {"all": {"regex": ".", "config": {"lr": rate}}},
+    }[place]
+    trainer = Trainer(
+        args=TrainingArguments(
+            output_dir=str(tmp_path), max_steps=2, save_strategy="no", logging_steps=1, use_cpu=True
+        ),
+        model_init=tiny_decoder,
+        train_dataset=tiny_dataset(32, sequence_length=8),
+        default_callbacks=False,
+        **{place: given},
+    )
+    for _ in range(2):
+        trainer.train()
+        rates = [r["learning_rate"] for r in trainer.state.log_history if "loss" in r]
+        assert rates == [0.25, 0.125]
+    assert rate == 0.25
