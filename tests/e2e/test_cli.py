@@ -139,6 +139,22 @@ def test_generate_from_every_kind_of_folder(
     assert capsys.readouterr().out == first["text"] + "\n"
 
 
+def test_generate_ends_where_the_model_or_the_tokenizer_says(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from headway.data import ByteTokenizer
+    from headway.models import load_pretrained, save_pretrained
+
+    words = ["--prompt", "the boat ", "--max-new-tokens=12", "--greedy"]
+    free = ask(capsys, "generate", "out/checkpoint-30", *words)["new_tokens"]
+    assert len(free) == 12
+    model = load_pretrained(here / "out/checkpoint-30")
+    model.config.eos_token_id = [255, free[3]]
+    save_pretrained(model, here / "two_ends", tokenizer=ByteTokenizer())
+    ended = ask(capsys, "generate", "two_ends", *words)["new_tokens"]
+    assert ended == free[: free.index(free[3]) + 1]
+
+
 def test_greedy_is_one_answer_and_sampling_is_not(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         top_k=options.top_k,
         top_p=options.top_p,
         do_sample=not options.greedy,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=_find_ends(model, tokenizer.eos_token_id),
         seed=options.seed,
     )
     text = tokenizer.decode([*ids, *new_ids])
@@ -88,6 +88,15 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(f"--seed: must lie in [-2^63, 2^64 - 1], got {options.seed}")
     if problems:
         raise ConfigError(problems)
+
+
+def _find_ends(model: object, of_tokenizer: int | None) -> list[int]:
+    """The ids that end a text: those of the model, and the tokenizer's. Models that answer in turns
+    may have more of them than their tokenizer."""
+    from headway.models.generation import configs_of, find_end
+
+    ends, _ = find_end(configs_of(model), None, None)
+    return list(dict.fromkeys([*ends, *([] if of_tokenizer is None else [of_tokenizer])]))
 
 
 def continue_ids(
