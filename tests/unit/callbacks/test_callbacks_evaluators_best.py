@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from evaluated import Counter, trainer_with
 
+from headway import TrainerCallback
 from headway.callbacks import EarlyStoppingCallback, EMACallback, EvaluatorCallback
 
 
@@ -85,3 +86,21 @@ def test_early_stopping_hears_of_it_at_that_step(tmp_path: Path) -> None:
     trainer = trainer_with(tmp_path, EvaluatorCallback([Stuck()], 1), stop, max_steps=9)
     trainer.train()
     assert trainer.state.global_step == 3
+
+
+def test_an_evaluation_of_other_data_under_another_prefix_is_not_joined(tmp_path: Path) -> None:
+    class AlsoTrain(TrainerCallback):
+        def on_step_end(self, trainer: Any) -> None:
+            found.append(trainer.evaluate(trainer.train_dataset, metric_key_prefix="seen"))
+
+    found: list[dict[str, float]] = []
+    evaluator = Counter()
+    trainer = trainer_with(
+        tmp_path,
+        EvaluatorCallback([evaluator], None, with_evaluation=True),
+        AlsoTrain(),
+        max_steps=2, eval_strategy="steps", eval_steps=2,
+    )  # fmt: skip
+    trainer.train()
+    assert evaluator.passes == 1 and len(found) == 2
+    assert not any(name.startswith("eval/") for metrics in found for name in metrics)

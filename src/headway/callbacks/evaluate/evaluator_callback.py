@@ -144,7 +144,7 @@ class EvaluatorCallback(TrainerCallback):
         trainer: Any,
         metrics: dict[str, float],
     ) -> None:
-        if not self._joins:
+        if not self._joins or "eval_runtime" not in metrics:  # of other data, by another prefix
             return
         with trainer.evaluation_weights():
             figures = self.perform_eval() or {}

@@ -111,9 +111,9 @@ class DivergenceDetector(TrainerCallback):
         # Whoever watches something else would not see it.
         self.decides_nonfinite = action == "rollback" and self.metric_key in _OF_EACH_STEP
         self._source: str | None = None
+        """The event that brings the metric: one that two events bring is observed once."""
         self._lacking: dict[str, Mapping[str, Any]] = {}
         """What came without the metric, by where it came."""
-        """The event that brings the metric: one that two events bring is observed once."""
         self._good_step = self._last_step = 0
         self._told_nonfinite = False
 
