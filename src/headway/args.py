@@ -55,9 +55,9 @@ class MinimalTrainingArguments(Arguments):
     """Passes over the data; fractions allowed. Negative: no limit, `max_steps` decides."""
     max_steps: int = -1
     """Optimizer steps to train for; takes the place of `num_train_epochs` when above 0."""
-    train_for: str | int | None = None
+    train_for: int | str | None = None
     """Length of training as a duration: `2B tokens`, `3 epochs`, `71h`."""
-    stop_at: str | int | None = None
+    stop_at: int | str | None = None
     """End this run early at a duration; schedules still aim at the full length."""
     epoch_train_steps: int = 100_000
     """Optimizer steps taken as one epoch when the data has no length, and does not end sooner."""
@@ -91,7 +91,7 @@ class MinimalTrainingArguments(Arguments):
     """When to evaluate: `no`, `steps` or `epoch`."""
     eval_steps: int = 100
     """Optimizer steps between evaluations when `eval_strategy` is `steps`."""
-    eval_every: str | int | None = None
+    eval_every: int | str | None = None
     """Evaluate at this interval, a duration; in place of `eval_strategy` and `eval_steps`."""
     eval_delay: int = 0
     """No evaluation before this many steps (epochs when `eval_strategy` is `epoch`)."""
@@ -99,11 +99,11 @@ class MinimalTrainingArguments(Arguments):
     """When to log: `no`, `steps` or `epoch`."""
     logging_steps: int = 50
     """Optimizer steps between log records when `logging_strategy` is `steps`."""
-    log_every: str | int | None = None
+    log_every: int | str | None = None
     """Log at this interval, a duration; in place of `logging_strategy` and `logging_steps`."""
     logging_first_step: bool = False
     """Also log the first step."""
-    report_to: list[str] | str = "none"
+    report_to: list[str] | str | None = "none"
     """Experiment trackers that receive the run's figures: names, `all` (those that are installed)
     or `none`. To give one parameters, list its callback."""
     disable_tqdm: bool | None = None
@@ -131,7 +131,7 @@ class MinimalTrainingArguments(Arguments):
     """Optimizer steps between checkpoints when `save_strategy` is `steps`."""
     save_async: bool = True
     """Write checkpoints in the background while training goes on; at most one at a time."""
-    save_every: str | int | None = None
+    save_every: int | str | None = None
     """Save at this interval, a duration; in place of `save_strategy` and `save_steps`."""
     save_total_limit: int | None = 2
     """Newest checkpoints to keep, beside the protected best ones. None: keep all."""
@@ -309,7 +309,7 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     """Move saved activations to host memory between forward and backward."""
     detect_anomaly: bool = False
     """Let autograd look for the operation that made a NaN; slow, for debugging."""
-    sdpa_backend: str | list[str] | None = None
+    sdpa_backend: list[str] | str | None = None
     """Attention kernels allowed: `math`, `flash`, `efficient`, `cudnn`, or a list of them; or
     `flash4`, by which the decoder's plain causal attention goes (FlashAttention 4)."""
     sdpa_set_priority: bool = False

@@ -213,3 +213,27 @@ def test_overridden_methods_that_a_run_does_not_go_through_are_told(tmp_path, ca
 def test_inner_methods_that_programs_override_are_refused_too(tmp_path, name):
     with pytest.raises(ConfigError, match=f"Own defines {name}, which Headway never calls"):
         make(tmp_path, type("Own", (Trainer,), {name: lambda self, *given: None}))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        TrainingArguments,
+        headway.DDPTrainingArguments,
+        headway.FSDP2TrainingArguments,
+        headway.PipelineTrainingArguments,
+    ],
+)
+def test_its_parser_of_the_command_line_takes_our_arguments(kind, tmp_path):
+    words = {
+        "output_dir": str(tmp_path), "train_for": "2B tokens", "save_every": "20min",
+        "log_every": "5", "learning_rate": "1e-3", "sdpa_backend": "math", "seed": "7",
+        "load_components": "model", "gradient_checkpointing": "true",
+    }  # fmt: skip
+    given = [word for name, value in words.items() for word in (f"--{name}", value)]
+    (args,) = transformers.HfArgumentParser(kind).parse_args_into_dataclasses(given)
+    assert (args.train_for, args.save_every, args.log_every) == ("2B tokens", "20min", "5")
+    assert args.learning_rate == 1e-3 and args.seed == 7 and args.gradient_checkpointing is True
+    assert args.sdpa_backend == "math" and args.load_components == ["model"]
+    (plain,) = transformers.HfArgumentParser(kind).parse_args_into_dataclasses(given[:2])
+    assert plain.report_to == "none" and plain.save_every is None and plain.optim_args is None

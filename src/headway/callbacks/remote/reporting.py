@@ -23,9 +23,9 @@ _TRACKERS = {
 }
 
 
-def make_trackers(report_to: str | Sequence[str]) -> list[Any]:
+def make_trackers(report_to: str | Sequence[str] | None) -> list[Any]:
     """A callback for each name; `none` is nothing, `all` whatever is installed."""
-    names = [report_to] if isinstance(report_to, str) else list(report_to)
+    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
     for name in names:
         if name not in (*_TRACKERS, "all", "none"):
             raise ConfigError("report_to: " + unknown("tracker", name, (*_TRACKERS, "all", "none")))
