@@ -164,6 +164,7 @@ class EventBus:
         self.ephemeral_blockers: set[str] = set()
         """Who wants no ephemeral saves for now; none is made while there is anybody."""
         self.closing = ClosingTime()
+        self._closed: set[str] = set()
         self._delivering: tuple[str, int] | None = None
         self._callbacks: list[tuple[str, Any]] = []
         self._handlers: dict[str, list[tuple[str, Handler]]] = {event: [] for event in EVENTS}
@@ -190,6 +191,7 @@ class EventBus:
         knows of the run before, which may have been another trainer's."""
         self.control, self.stopped_by = TrainerControl(), None
         self.ephemeral_blockers.clear()
+        self._closed.clear()
         if self.disabled:
             self.disabled.clear()
             self._rebuild()
@@ -323,6 +325,10 @@ class EventBus:
         if event == "on_close":
             self.closing.begin()
         for name, handler in tuple(self._handlers[event]):
+            if event == "on_close":
+                if name in self._closed:  # what failed as a run closed has it closed again
+                    continue
+                self._closed.add(name)
             yield name, partial(self._deliver, name, event, handler, extra)
         if event == "on_close":
             yield from self.closing.end()

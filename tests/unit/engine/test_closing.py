@@ -68,3 +68,24 @@ def test_a_wait_that_fails_is_told_and_the_others_are_waited_for(tmp_path):
     alone = Leaving()
     alone.on_close()
     assert alone.arrived
+
+
+def test_what_fails_as_a_run_closes_is_told_once_and_the_others_close_once(tmp_path, caplog):
+    class Fails(TrainerCallback):
+        closed = 0
+
+        def on_close(self):
+            self.closed += 1
+            raise ZeroDivisionError
+
+    class Plain(Fails):
+        def on_close(self):
+            self.closed += 1
+
+    fails, after = Fails(), Plain()
+    trainer = tiny_trainer(tmp_path, [fails, after], max_steps=1)
+    for runs in (1, 2):
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+        assert fails.closed == after.closed == runs
+        assert caplog.text.count("'Fails' failed in on_close") == runs
