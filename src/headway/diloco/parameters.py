@@ -22,6 +22,7 @@ from headway.checkpoint.model import collect_model
 from headway.checkpoint.sharding import as_slice, local_tensor
 from headway.checkpoint.staged import TensorSlice
 from headway.diloco.specification import Entry, Specification
+from headway.optim.freezing import is_trained
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -214,14 +215,14 @@ class ParameterView:
             yield bucket
 
 
-def _describe(name: str, tensor: Tensor) -> list[Any]:
+def _describe(name: str, tensor: nn.Parameter) -> list[Any]:
     part = _part_of(0, tensor)
     kind = str(tensor.dtype).removeprefix("torch.")
     return [
         name,
         list(tensor.shape),
         kind,
-        tensor.requires_grad,
+        is_trained(tensor),
         list(part.offsets),
         list(part.shape),
     ]

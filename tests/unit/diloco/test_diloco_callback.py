@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headway.callbacks import DiLoCoCallback
+from headway.callbacks import DiLoCoCallback, FreezeCallback
 from headway.engine.events import TrainerCallback
 from headway.errors import ConfigError
 from headway.testing import assert_no_import
@@ -326,6 +326,21 @@ def test_a_rollback_goes_back_with_the_snapshot(tmp_path: Path) -> None:
         trainer.train()
         assert server.core.totals.num_rounds == 3
     assert seen.done and callback.state_dict()["sync_count"] == 3
+
+
+def test_what_is_frozen_for_a_time_is_exchanged_once_it_moves(tmp_path: Path) -> None:
+    import torch
+
+    with serving(tmp_path / "server", **PLAIN) as server:
+        callbacks = [
+            DiLoCoCallback(server.address, sync_every=2, comm="float32"),
+            FreezeCallback("embed_tokens", until=2),
+        ]
+        trainer = tiny_trainer(tmp_path, callbacks, max_steps=4)
+        trainer.train()
+        joined = server.core.require_state().parameters
+        weights = dict(trainer.model.named_parameters())
+        assert all(torch.equal(joined[name], value) for name, value in weights.items())
 
 
 def test_a_token_is_read_from_a_file_that_only_its_owner_reads(tmp_path: Path) -> None:

@@ -22,8 +22,6 @@ from headway.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _WHO = "FreezeCallback"
-_HOLDERS = "_frozen_by"
-"""On a parameter: the callbacks that hold it. Several may, and the last one lets it go."""
 
 
 class FreezeCallback(TrainerCallback):
@@ -103,9 +101,11 @@ class FreezeCallback(TrainerCallback):
         if not wanted:
             self._let_go()
         else:
+            from headway.optim.freezing import hold
+
             self._is_frozen = True
             for parameter in self._members:
-                setattr(parameter, _HOLDERS, {*getattr(parameter, _HOLDERS, ()), id(self)})
+                hold(parameter, self)
                 parameter.requires_grad_(not self._by_flag)
             if self._by_flag and not any(p.requires_grad for p in model.parameters()):
                 self._let_go()
@@ -125,14 +125,12 @@ class FreezeCallback(TrainerCallback):
     def _let_go(self) -> None:
         if not self._is_frozen:
             return
+        from headway.optim.freezing import let_go
+
         self._is_frozen = False
         for parameter in self._members:
-            holders: set[int] = getattr(parameter, _HOLDERS, set()) - {id(self)}
-            if holders:
-                setattr(parameter, _HOLDERS, holders)
-                continue
-            parameter.__dict__.pop(_HOLDERS, None)
-            parameter.requires_grad_(True)
+            if let_go(parameter, self):
+                parameter.requires_grad_(True)
 
     def _check_strategy(self, args: Any, strategy: Any) -> None:
         if args.fuse_optim_with_backward and strategy.name != "single":
@@ -151,6 +149,7 @@ class FreezeCallback(TrainerCallback):
     def _find(self, model: Any) -> list[Any]:
         """The parameters of this rank; a pattern must match something in the whole model."""
         from headway.checkpoint.model import clean_name
+        from headway.optim.freezing import is_trained
         from headway.optim.kinds import all_names, parameter_kinds
 
         everywhere = sorted({clean_name(name) for name in parameter_kinds(model)})
@@ -172,7 +171,7 @@ class FreezeCallback(TrainerCallback):
             if not any(re.search(p, name) for p in self.patterns for name in cleaned):
                 continue
             parameter = own[first]
-            if parameter.requires_grad or hasattr(parameter, _HOLDERS):
+            if is_trained(parameter):
                 found.append(parameter)
             elif self.until is not None:
                 raise ConfigError(
