@@ -86,7 +86,10 @@ def test_a_worker_that_fails_ends_all_with_its_code_and_words(tmp_path: Path) ->
 
 
 @pytest.mark.timeout(200)
-def test_ctrl_c_saves_and_stops_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 143)])
+def test_ctrl_c_and_a_lost_terminal_save_and_stop_all(
+    tmp_path: Path, sent: signal.Signals, code: int
+) -> None:
     (tmp_path / "run.yaml").write_text(RUN)
     command = (PROGRAM, "diloco", "local", "run.yaml", "--workers", "2", "--sync-every", "5")
     with started(*command, "--args.max_steps=1000000", environ=ENVIRON, cwd=tmp_path) as process:
@@ -94,9 +97,9 @@ def test_ctrl_c_saves_and_stops_all(tmp_path: Path) -> None:
         for line in process.stderr:
             if "2/2 workers, round" in line and "round 1 has" not in line:
                 break
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         _, err = process.communicate(timeout=90)
-    assert process.returncode == 130, err
+    assert process.returncode == code, err
     for name in ("worker-0", "worker-1"):
         assert list((tmp_path / "out" / name).glob("checkpoint-*")), name
         log = (tmp_path / "out" / f"{name}.log").read_text()

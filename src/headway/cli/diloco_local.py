@@ -116,6 +116,9 @@ class _Local:
     workers: list[_Process] = field(default_factory=list)
     stop: signal.Signals | None = None
     killed: bool = False
+    """Whether a second stop has come."""
+    told: list[_Process] = field(default_factory=list)
+    """The workers that were asked to save and stop."""
 
     def run(self) -> int:
         from headway.diloco.client import DiLoCoClient
@@ -127,7 +130,8 @@ class _Local:
             token_file = self.folder / "server" / "token"
             client = DiLoCoClient(address, token_file.read_text().strip(), timeout_s=5.0)
             for number in range(self.options.workers):
-                self._start_worker(number, address, token_file)
+                if self.stop is None:
+                    self._start_worker(number, address, token_file)
             return self._watch(client)
         finally:
             self._end_all()
@@ -200,6 +204,7 @@ class _Local:
         looked_s, status = 0.0, {}
         with view:
             while any(one.child.poll() is None for one in self.workers):
+                self._pass_on_stop()
                 failed = self._failed()
                 if failed is not None and self.stop is None:
                     view.close()
@@ -264,7 +269,10 @@ class _Local:
     @contextlib.contextmanager
     def taking_signals(self) -> Iterator[None]:
         """The first stop goes to the workers, which save; the second ends everything."""
-        found = {n: signal.signal(n, self._on_stop) for n in (signal.SIGINT, signal.SIGTERM)}
+        stops = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+            stops.append(signal.SIGHUP)
+        found = {number: signal.signal(number, self._on_stop) for number in stops}
         try:
             yield
         finally:
@@ -272,17 +280,27 @@ class _Local:
                 signal.signal(number, handler)
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        again, self.stop = self.stop is not None, signal.Signals(number)
+        self.killed = self.stop is not None
+        # A lost terminal is a reason to save and stop as well.
+        self.stop = signal.Signals(signal.SIGTERM if number == signal.SIGHUP else number)
+        self._pass_on_stop()
+
+    def _pass_on_stop(self) -> None:
+        """Also to a worker that was being started when the stop came."""
+        if self.stop is None:
+            return
         for one in self.workers:
-            if one.child.poll() is None:
-                _send(one, signal.SIGKILL if again else signal.SIGTERM)
+            if one.child.poll() is None and (self.killed or one not in self.told):
+                self.told.append(one)
+                _send(one, signal.SIGKILL if self.killed else signal.SIGTERM)
 
     def _end_all(self) -> None:
         """Workers first: they leave the server in order."""
         everyone = [*self.workers, *([self.server] if self.server else [])]
         for one in everyone:
             if one.child.poll() is None:
-                _send(one, signal.SIGTERM)
+                if one not in self.told:  # a second time, it would end without saving
+                    _send(one, signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     one.child.wait(_END_S)
         for one in everyone:
