@@ -26,6 +26,10 @@ from headway.dist.waiting import awaiting
 logger = logging.getLogger(__name__)
 
 
+class OutOfReach(CommonMistake):
+    """The server does not answer; later it may."""
+
+
 @dataclass
 class Arrival:
     """What a group knows once it is registered."""
@@ -69,6 +73,8 @@ class Arriving:
             )
             flight.begin(beside=False)
             outcome = flight.finish()
+            if outcome.kind == "unsettled":
+                raise Unreachable(outcome.reason)
             if outcome.kind != "reset":
                 raise DiLoCoError(outcome.reason)
             return {"round": outcome.round_id}
@@ -85,10 +91,14 @@ class Arriving:
                 with awaiting(f"the DiLoCo server {self._session.client.address}"):
                     told = act()
             except DiLoCoError as error:
-                told = {"mistake": f"DiLoCo: {error}"}
+                told = {
+                    "mistake": f"DiLoCo: {error}",
+                    "out_of_reach": isinstance(error, Unreachable),
+                }
         told = self._view.ranks.share(told)
         if "mistake" in told:
-            raise CommonMistake(told["mistake"])
+            kind = OutOfReach if told["out_of_reach"] else CommonMistake
+            raise kind(told["mistake"])
         return told
 
     # -- the leader's part ------------------------------------------------------------------

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.diloco.arrival import Arriving, compare_settings
+from headway.diloco.arrival import Arriving, OutOfReach, compare_settings
 from headway.diloco.backoff import FIRST_S
 from headway.diloco.client import DiLoCoClient
 from headway.diloco.compression import encode
 from headway.diloco.counters import Counters, Speed
 from headway.diloco.faults import DiLoCoError
 from headway.diloco.flight import Flight, Outcome
+from headway.diloco.left_over import LeftOver
 from headway.diloco.options import WorkerOptions
 from headway.diloco.parameters import ParameterView
 from headway.diloco.session import Session
@@ -90,12 +91,11 @@ class DiLoCoWorker:
         self._since_turn = self._next = self._step = 0
         self._air: _Air | None = None
         self._mode = "sync"
-        self._residual: dict[str, Tensor] = {}
-        """This rank's parts of what int8 has left over."""
-        self._is_resumed = False
+        self._left_over = LeftOver(view)
+        self._is_adrift = False
+        """Whether the server could not be reached when the model had gone back to a checkpoint."""
         # Only the leader's:
         self._flight: Flight | None = None
-        self._left_over: dict[str, Tensor] = {}
         self._new_left_over: dict[str, Tensor] = {}
         self._known_bytes = (0, 0)
         facts = {
@@ -135,16 +135,33 @@ class DiLoCoWorker:
             self._session.start_beating()
 
     def rejoin(self, state: Mapping[str, Any], step: int) -> None:
-        """The model went back to a checkpoint in the middle of the run."""
+        """The model went back to a checkpoint in the middle of the run.
+
+        If the server cannot be reached, training goes on alone, until a later turn finds it.
+        """
         if self._flight is not None:
             self._flight.cancel()
         self._air = self._flight = None
         self._step = self._session.step = step
         self.load_state_dict(state)
-        self._join(None, resumed=True)
+        self._come_back()
 
-    def _join(self, earlier: str | None, *, resumed: bool) -> None:
-        """Register; keep what fits the server's rounds, of the rest take its parameters."""
+    def _come_back(self) -> bool:
+        """Join again after the model went back; True if that brought the server's parameters."""
+        try:
+            kept = self._join(None, resumed=True)
+        except OutOfReach as error:
+            self._is_adrift = True
+            self._warn("training goes on alone until a later turn: %s", error)
+            return False
+        self._is_adrift = False
+        return not kept
+
+    def _join(self, earlier: str | None, *, resumed: bool) -> bool:
+        """Register; keep what fits the server's rounds, of the rest take its parameters.
+
+        True if all was kept.
+        """
         arriving = Arriving(self.view, self._session, self.options.timeout)
         retries = self.options.max_sync_retries
         arrival = arriving.register(earlier, retries + 1, self.fragments)
@@ -156,18 +173,18 @@ class DiLoCoWorker:
             for fragment, names in enumerate(self.fragments)
         ]
         keep = [all(of_ranks) for of_ranks in zip(*self._ranks.exchange(keep))]
+        # Not what it was, should the server go away between two of them.
+        self._bases = [base if kept else "" for base, kept in zip(rounds, keep)]
         for fragment, names in enumerate(self.fragments):
             if not keep[fragment]:
                 outcome = arriving.fetch(fragment, names, retries)
                 self._snapshot.update(self.view.write_from_leader(outcome.values, names))
-                rounds[fragment] = outcome.round_id
+                self._bases[fragment] = outcome.round_id
                 self._fragment_steps[fragment] = 0
                 # Of this worker more may count by now than the checkpoint knows, and its residual
                 # with it: better lost than applied twice.
-                for name in names:
-                    self._residual.pop(name, None)
-                    self._left_over.pop(name, None)
-        self._bases, self._targets = rounds, list(rounds)
+                self._left_over.forget(names)
+        self._targets = rounds = list(self._bases)
         told = "begins from the server's parameters"
         if all(keep):
             told = "goes on in its interval: the server is at the same round"
@@ -178,6 +195,7 @@ class DiLoCoWorker:
             self._next = whose_turn(rounds, self._next)
         if self.view.leads:
             logger.info("DiLoCo: %s %s (%s)", self.worker_id, told, ", ".join(rounds))
+        return all(keep)
 
     def _has_snapshot(self, names: Sequence[str]) -> bool:
         return all(name in self._snapshot for name in self.view.parts(names))
@@ -230,16 +248,23 @@ class DiLoCoWorker:
             if self._air.airborne and ripe:
                 settled = self._settle(last=last)
         if is_turn:
-            self._since_turn = 0
-            self._depart()
-            if self.overlap_steps == 0 or last:
-                settled = self._settle(last=last) or settled
+            settled = self._take_turn(last=last) or settled
         if is_turn or settled:
             spent_s = self._clock() - began_s
             self.counters.last_sync_time = spent_s
             self.counters.total_sync_time += spent_s
             self._speed.restart()
         return settled
+
+    def _take_turn(self, *, last: bool) -> bool:
+        """True if it brought new parameters."""
+        self._since_turn = 0
+        if self._is_adrift:
+            brought = self._come_back()
+            if brought or self._is_adrift:
+                return brought
+        self._depart()
+        return (self.overlap_steps == 0 or last) and self._settle(last=last)
 
     def _depart(self) -> None:
         """The next fragment's turn, unless an exchange is still to be settled."""
@@ -268,7 +293,8 @@ class DiLoCoWorker:
             and self._targets[fragment] == self._bases[fragment]
         )
         full = self.view.gather_on_leader(sent if exact else moved, names)
-        self._gather_left_over()
+        if self.options.comm == "int8":
+            self._left_over.gather()
         self._air = _Air(fragment, sent, steps)
         if not self.view.leads:
             return
@@ -290,7 +316,7 @@ class DiLoCoWorker:
     def _compose(self, fragment: int, full: Mapping[str, Tensor], exact: bool) -> Message | None:
         if not all(bool(tensor.isfinite().all()) for tensor in full.values()):
             return None
-        encoded = encode(full, self.options.comm, self._left_over)
+        encoded = encode(full, self.options.comm, self._left_over.whole)
         self._new_left_over = encoded.residual
         meta = {
             "payload": "local" if exact else "pseudo-gradient",
@@ -389,7 +415,7 @@ class DiLoCoWorker:
             )
             return
         if self.options.comm == "int8":
-            self._keep_left_over(names)
+            self._left_over.keep(self._new_left_over, names)
         self.counters.fragment_syncs += 1
         num_fragments = len(self.fragments)
         self.counters.sync_count = self.counters.fragment_syncs // num_fragments
@@ -404,26 +430,6 @@ class DiLoCoWorker:
     def _warn(self, text: str, *values: Any) -> None:
         if self.view.leads:
             logger.warning("DiLoCo: " + text, *values)
-
-    # -- what int8 leaves over --------------------------------------------------------------
-
-    def _gather_left_over(self) -> None:
-        """After a resume the leader has only its parts; together the ranks have all."""
-        if self.options.comm != "int8" or not self._is_resumed:
-            return
-        self._is_resumed = False
-        if any(self._ranks.exchange(bool(self._residual))):
-            parts = {
-                name: self._residual.get(name, torch.zeros(part.shape))
-                for name, part in self.view.parts().items()
-            }
-            self._left_over = self.view.gather_on_leader(parts)
-
-    def _keep_left_over(self, names: Sequence[str]) -> None:
-        if self.view.leads:
-            self._left_over = {**self._left_over, **self._new_left_over}
-        for name, part in self.view.hand_out(self._new_left_over, names):
-            self._residual[name] = part.clone().contiguous()
 
     # -- checkpoints ------------------------------------------------------------------------
 
@@ -470,13 +476,12 @@ class DiLoCoWorker:
 
     def parameter_state(self) -> dict[str, dict[str, Tensor]]:
         """The snapshot and what int8 left over, for checkpoints."""
-        slots = {"snapshot": self._snapshot, "residual": self._residual}
+        slots = {"snapshot": self._snapshot, "residual": self._left_over.parts}
         return {slot: dict(tensors) for slot, tensors in slots.items() if tensors}
 
     def load_parameter_state(self, slots: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._snapshot = _held(slots.get("snapshot", {}))
-        self._residual = _held(slots.get("residual", {}))
-        self._left_over, self._is_resumed = {}, True
+        self._left_over.load(_held(slots.get("residual", {})))
 
 
 def _held(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -469,6 +469,35 @@ def test_going_back_to_a_checkpoint_takes_the_servers_parameters_if_they_moved(
             assert same(worker.values, after_round) and worker.worker.local_step == 0
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_going_back_without_the_server_waits_for_a_turn_that_finds_it(
+    tmp_path: Path, moved: bool
+) -> None:
+    options = {"num_workers": 2, "min_workers": 1, "deadline_s": 0.01, **EXACT}
+    with serving(tmp_path, **options) as server:
+        worker = ToyWorker(server.address, sync_every=4, max_sync_retries=0).start()
+        in_round = worker.train(2).save()
+    with stopped(worker):
+        worker.train(1)
+        worker.load(in_round)
+        worker.worker.load_parameter_state(in_round["slots"])
+        worker.worker.rejoin(in_round["state"], worker.step)
+        worker.train(2)  # its turn: nobody is there
+        assert worker.worker.counters.sync_count == 0
+        port = int(server.address.rpartition(":")[2])
+        with serving(tmp_path, port=port, **options) as server:
+            other = ToyWorker(server.address, 1, sync_every=4).start()
+            with stopped(other):
+                other.train(4 * moved)
+            worker.train(4)
+            state = server.core.require_state()
+            assert same(worker.values, state.parameters)
+            assert same(worker.values, other.values) is moved
+            assert worker.worker.counters.sync_count == (0 if moved else 1)
+            worker.train(4)
+            assert server.core.require_state().commit == 2
+
+
 def test_a_stop_ends_the_wait_for_others(tmp_path: Path) -> None:
     ends = []
     with serving(tmp_path, num_workers=2, **EXACT) as server:
