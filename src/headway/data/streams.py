@@ -219,13 +219,16 @@ class SampleStream:
     @contextmanager
     def returning(self) -> Iterator[None]:
         """Around a pass that may be cut short: the next one begins where this one did."""
-        begin = copy.deepcopy(self.dataset.state_dict()) if self.has_state else None
         self._is_first_known = True  # of no use to a single pass
+        given = self.dataset
+        self.dataset, is_apart = _set_apart(given)
+        begin = copy.deepcopy(given.state_dict()) if self.has_state and not is_apart else None
         try:
             yield
         finally:
             if begin is not None and self.is_open:
-                self.dataset.load_state_dict(begin)
+                given.load_state_dict(begin)
+            self.dataset = given
 
     def prepare(self, state: dict[str, Any] | None) -> None:
         """Nothing of a stream of samples outlives its epoch."""
@@ -351,6 +354,21 @@ class BatchStream:
             if isinstance(generator, torch.Generator):
                 found[id(generator)] = generator
         return list(found.values())
+
+
+def _set_apart(dataset: Any) -> tuple[Any, bool]:
+    """A copy of a Hugging Face stream, and whether it is one.
+
+    Its state is that of the newest pass, also of one that was given up, and is shared with streams
+    that were made from the same one (`take` and `skip`): training would be stored where an
+    evaluation stands, and evaluations would go on where an earlier one was cut.
+    """
+    if type(dataset).__module__.partition(".")[0] != "datasets":
+        return dataset, False
+    try:
+        return copy.deepcopy(dataset), True
+    except Exception:  # a source that cannot be copied has its state only
+        return dataset, False
 
 
 def _has_state(dataset: Any) -> bool:

@@ -130,6 +130,40 @@ def test_an_evaluation_that_is_cut_short_leaves_the_data_where_it_was(num_worker
     assert whole == [[[n, n + 1] for n in range(0, 20, 2)]] * 2
 
 
+def hugging_face_stream():
+    datasets = pytest.importorskip("datasets")
+    return datasets.IterableDataset.from_generator(lambda: ({"x": i} for i in range(12)))
+
+
+def columns(batches):
+    return [batch["x"].tolist() for batch in batches]
+
+
+def test_each_evaluation_of_a_hugging_face_stream_that_is_cut_short_has_the_same_samples():
+    loader = WindowLoader(hugging_face_stream().take(6), batch_size=2)
+    passes = [columns(islice(loader.batches(), 2)) for _ in range(4)]
+    assert passes == [[[0, 1], [2, 3]]] * 4
+
+
+@pytest.mark.parametrize("among", ["the same", "made of the same"])
+@pytest.mark.parametrize("most", [1, None], ids=["cut", "whole"])
+def test_a_hugging_face_stream_goes_on_after_an_evaluation_of_its_source(among, most):
+    source = hugging_face_stream()
+    train, held_out = (source, source)
+    if among == "made of the same":
+        train, held_out = source.skip(2), source.take(2)
+    first = 2 * (train is not source)
+    loader, evaluated = (WindowLoader(one, batch_size=2) for one in (train, held_out))
+    windows = loader.windows()
+    got = [columns(next(windows).micro_batches) for _ in range(2)]
+    assert columns(islice(evaluated.batches(), most))[0] == [0, 1]
+    resumed = WindowLoader(train, batch_size=2)
+    got.append(columns(next(windows).micro_batches))
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    got += [columns(window.micro_batches) for window in resumed.windows()]
+    assert got == [[[i, i + 1]] for i in range(first, 12, 2)]
+
+
 @pytest.mark.parametrize("make", [Plain, Stateful, TorchStream])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_epochs_after_a_return_to_an_earlier_place_are_whole(make, num_workers):
