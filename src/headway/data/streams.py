@@ -32,6 +32,8 @@ from headway.data.fetch import (
     seed_global_randomness,
 )
 from headway.data.jsonable import decode, encode
+from headway.data.kinds import classify
+from headway.errors import ConfigError
 
 logger = logging.getLogger("headway")
 
@@ -354,6 +356,19 @@ class BatchStream:
             if isinstance(generator, torch.Generator):
                 found[id(generator)] = generator
         return list(found.values())
+
+
+def copy_for_evaluation(dataset: Any, option: str) -> Any:
+    """What training reads too, as evaluations may: a stream with a state of its own as a copy."""
+    if classify(dataset, option) == "map" or not _has_state(dataset):
+        return dataset
+    try:
+        return copy.deepcopy(dataset)
+    except Exception as error:
+        raise ConfigError(
+            f"{option}: it is the train_dataset too, a {type(dataset).__name__} that keeps its "
+            f"place (state_dict) and cannot be copied ({error}); give an object of its own"
+        ) from None
 
 
 def _set_apart(dataset: Any) -> tuple[Any, bool]:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from headway.data.loader import WindowLoader
+from headway.data.streams import copy_for_evaluation
 from headway.dist.agreement import exchange
 from headway.dist.failure import guard_run, raised_together
 from headway.engine.evaluate import EvalResult, evaluation_mode, run_evaluation
@@ -36,6 +37,7 @@ class Evaluation:
     bus: EventBus
     model: nn.Module | None
     strategy: Strategy | None
+    train_dataset: Any
     eval_dataset: Any
     compute_metrics: ComputeMetrics | None
     preprocess_logits_for_metrics: PreprocessLogits | None
@@ -98,7 +100,7 @@ class Evaluation:
     ) -> EvalResult:
         self._prepare_model()
         assert self.model is not None
-        loader = self._loader(dataset, f"{prefix}_dataset")
+        loader = self._evaluation_loader(dataset, f"{prefix}_dataset")
         self.bus.kwargs["eval_dataloader"] = loader
         try:
             result = self._run_pass(loader, event, prefix, keep_outputs)
@@ -107,6 +109,12 @@ class Evaluation:
         finally:
             loader.close()
             self.bus.kwargs["eval_dataloader"] = self._eval_loader
+
+    def _evaluation_loader(self, dataset: Any, option: str) -> WindowLoader:
+        """A pass over what training reads must not move training's place in it."""
+        if dataset is self.train_dataset:
+            dataset = copy_for_evaluation(dataset, option)
+        return self._loader(dataset, option)
 
     def _evaluate_in_training(self, must_end: Callable[[], bool]) -> dict[str, float] | None:
         if self._eval_loader is None:

@@ -365,7 +365,7 @@ class Trainer(
         require_trainable(self.model)
         loader = self._loader(self.train_dataset, "train_dataset", training=True)
         if self.eval_dataset is not None:
-            self._eval_loader = self._loader(self.eval_dataset, "eval_dataset")
+            self._eval_loader = self._evaluation_loader(self.eval_dataset, "eval_dataset")
         shares, ranks = self.strategy.data_shard().world_size, self._ranks()
         checkpointed, done = saver.checkpointer is not None, saver.saved.progress
         settings: dict[str, Any] = {"checkpointed": checkpointed, "done": done}
