@@ -59,7 +59,7 @@ class DocumentReader:
     num_files: int = 0
     num_bytes: int = 0
     skipped_files: list[str] = field(default_factory=list)
-    """In folders: those that look binary."""
+    """In folders: those that look binary, and pipes, sockets and devices."""
     damaged_files: list[str] = field(default_factory=list)
     """Those in which something was replaced."""
 
@@ -136,6 +136,9 @@ class DocumentReader:
             ):
                 return False
         # A folder may hold anything; a file named by the user is taken at their word.
+        if file.exists() and not file.is_file():  # a pipe would be waited for without end
+            self.skipped_files.append(str(file))
+            return False
         try:
             with _open(file) as probe:
                 looks_binary = b"\0" in probe.read(_BINARY_PROBE_BYTES)
@@ -198,7 +201,7 @@ def read_jsonl(path: PathLike) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:  # the latter of lists in lists in lists
                 raise ConfigError(f"{path}:{number}: not valid JSON ({error})") from None
             if not isinstance(record, dict):
                 raise ConfigError(

@@ -30,6 +30,13 @@ def documents(path):
     return [bytes(i for i in file.document(n) if i < 256) for n in range(file.num_documents)]
 
 
+@pytest.mark.timeout(30)
+def test_a_pipe_in_a_folder_is_not_waited_for(corpus, tmp_path):
+    os.mkfifo(corpus / "sub" / "pipe")
+    stats = prepare_tokens(corpus, tmp_path / "o.hwt")
+    assert [Path(s).name for s in stats["skipped_files"]] == ["image.bin", "pipe"]
+
+
 def test_folder_in_sorted_order_without_binaries(corpus, tmp_path):
     out = tmp_path / "o.hwt"
     stats = prepare_tokens(corpus, out)
@@ -107,11 +114,13 @@ def test_workers_change_nothing(corpus, tmp_path):
     [
         ('{"text": "a"}\n{oops\n', r"d\.jsonl:2: not valid JSON"),
         ('{"text": "a"}\n[1]\n', r"d\.jsonl:2: a JSON object"),
+        ("[" * 100_000, r"d\.jsonl:1: not valid JSON"),
         ('{"txt": "a"}\n', r"d\.jsonl:1: text_key 'text' is missing.*txt"),
         ('{"text": 3}\n', r"d\.jsonl:1: text_key 'text' is int"),
         ('{"text": null}\n', r"d\.jsonl:1: text_key 'text' is NoneType, not a string"),
         ("\n", "empty"),
     ],
+    ids=lambda value: value[:20],
 )
 def test_bad_jsonl_names_file_and_line(tmp_path, content, message):
     (tmp_path / "d.jsonl").write_text(content)
