@@ -239,6 +239,18 @@ def test_sigusr1_saves_and_goes_on(folder: Path) -> None:
     assert first in (2, 3) and last == 8
 
 
+def test_under_nohup_a_terminal_that_is_closed_ends_nothing(folder: Path) -> None:
+    os.mkfifo(folder / "gate")
+    words = ("--nproc", "2", "--callbacks=[deeds.Note,deeds.Hold]", "--args.save_steps=100")
+    with started("nohup", *TRAIN, *words) as process:
+        wait_for(process, "holding")
+        process.send_signal(signal.SIGHUP)
+        (folder / "gate").write_text("open")
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "stopped" not in out and checkpoints(folder) == [8]
+
+
 def test_the_second_signal_ends_everything_at_once(folder: Path) -> None:
     os.mkfifo(folder / "gate")
     with started(*TRAIN, "--nproc", "2", "--callbacks=[deeds.Note,deeds.Hold]") as process:

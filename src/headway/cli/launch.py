@@ -277,7 +277,9 @@ class _Supervisor:
 
     @contextlib.contextmanager
     def _taking_signals(self) -> Iterator[None]:
-        stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        stops = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+            stops.append(signal.SIGHUP)
         found = {number: signal.signal(number, self._on_stop) for number in stops}
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             found[number] = signal.signal(number, self._on_request)
