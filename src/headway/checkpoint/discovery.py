@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import zipfile
 from pathlib import Path
 
@@ -90,6 +91,18 @@ def find_latest_checkpoint(model_dir: str | Path, *, kind: str | None = None) ->
             return str(model_dir) if _is_checkpoint(directory, kind) else None
     except FileNotFoundError:
         return None
+
+
+def find_whole_checkpoint(given: str | Path) -> str | None:
+    """`find_latest_checkpoint`, for which damaged ones and no others are a `CheckpointError`."""
+    found = find_latest_checkpoint(given)
+    if found is None and (damaged := list_checkpoints(given)):
+        names = ", ".join(checkpoint.path.name for checkpoint in damaged)
+        raise CheckpointError(
+            f"{given} holds no whole checkpoint, only damaged ones: {names}; what is damaged in "
+            f"them: headway checkpoint verify {shlex.quote(str(given))}"
+        )
+    return found
 
 
 def _pass_over(directory: Path, manifest: Manifest) -> bool:

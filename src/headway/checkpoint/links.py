@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from headway.checkpoint.discovery import find_latest_checkpoint
+from headway.checkpoint.discovery import find_whole_checkpoint
 from headway.checkpoint.errors import CheckpointError
 from headway.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from headway.checkpoint.meta import SAFE_WEIGHTS_INDEX_NAME
@@ -37,7 +37,7 @@ def create_pretrained_symlinks(
     real file in the way is a `FileExistsError`, unless `force_overwrite`.
     """
     root = Path(model_dir).absolute()
-    found = find_latest_checkpoint(root)
+    found = find_whole_checkpoint(root)
     if found is None or Path(found) == root:
         raise CheckpointError(f"{root} holds no committed checkpoint to link to")
     checkpoint = Path(found)

@@ -172,13 +172,12 @@ def open_committed(given: str) -> Iterator[Path]:
 @contextlib.contextmanager
 def open_checkpoint(given: str) -> Iterator[Path]:
     """The checkpoint a path or address means: itself, or the newest one of a run directory."""
-    from headway.checkpoint import find_latest_checkpoint
+    from headway.checkpoint.discovery import find_whole_checkpoint
     from headway.checkpoint.remote import local_copy
 
     require_folder(given)
-    found = find_latest_checkpoint(given) or given
     try:
-        with local_copy(found) as directory:
+        with local_copy(find_whole_checkpoint(given) or given) as directory:
             yield directory
     except FileNotFoundError as error:
         if error.filename is not None:

@@ -111,11 +111,12 @@ def run_unpin(options: argparse.Namespace) -> int:
 
 
 def _mark(options: argparse.Namespace, *, pinned: bool) -> int:
-    from headway.checkpoint import find_latest_checkpoint, pin, unpin
+    from headway.checkpoint import pin, unpin
+    from headway.checkpoint.discovery import find_whole_checkpoint
 
     for given in options.path:
         require_folder(given)
-    paths = [find_latest_checkpoint(given) or given for given in options.path]
+    paths = [find_whole_checkpoint(given) or given for given in options.path]
     for path in paths:
         pin(path) if pinned else unpin(path)
         if not options.json:
@@ -231,9 +232,9 @@ def _import_state(options: argparse.Namespace, source: Path, target: Path, kind:
 
 
 def _newest(source: Path) -> Path:
-    from headway.checkpoint import find_latest_checkpoint
+    from headway.checkpoint.discovery import find_whole_checkpoint
 
-    found = find_latest_checkpoint(source) if source.is_dir() else None
+    found = find_whole_checkpoint(source) if source.is_dir() else None
     return Path(found) if found else source
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def find_model_folder(given: str) -> Path:
     """The model folder a path means: itself, a run's newest checkpoint, or a run's `model/`."""
     from headway.checkpoint import find_latest_checkpoint
+    from headway.checkpoint.discovery import find_whole_checkpoint
 
     if "://" in given:
         raise ConfigError(
@@ -35,10 +36,11 @@ def find_model_folder(given: str) -> Path:
         raise ConfigError(f"DIR: {given} is a file; a model, checkpoint or run folder is needed")
     if (path / "config.json").is_file():
         return path
-    checkpoint = find_latest_checkpoint(path)
+    has_model = (path / "model" / "config.json").is_file()
+    checkpoint = find_latest_checkpoint(path) if has_model else find_whole_checkpoint(path)
     if checkpoint is not None:
         return Path(checkpoint)
-    if (path / "model" / "config.json").is_file():
+    if has_model:
         return path / "model"
     raise ConfigError(
         f"DIR: {given} holds no model: no config.json, no committed checkpoint and no model/ in it"
