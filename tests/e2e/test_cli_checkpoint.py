@@ -350,6 +350,10 @@ def test_list_shows_values_by_the_names_that_modify_takes(run, capsys):
     text = headway(capsys, "list", run / "checkpoint-2", "--component", "optimizer")
     assert "class = AdamW" in text and "param_groups[0].weight_decay = 0.1" in text
     assert "global_step" not in text and "exp_avg" not in text
+    words = ("modify", run / "checkpoint-2", "--set", "param_groups[0].weight_decay=0.2")
+    text = headway(capsys, *words, "--dry-run")
+    assert "param_groups[0].weight_decay: 0.1 -> 0.2" in text and "param_groups[1]" not in text
+    assert "two groups" in headway(capsys, *words, "--param-group", "1", code=2)
     text = headway(capsys, "list", run / "checkpoint-2", "--component", "trainer")
     assert "global_step = 2" in text and "log_history.0.loss = 1.0" in text
     assert "base_lrs = [0.01, 0.01]" in headway(capsys, "list", run, "--component", "scheduler")
@@ -405,6 +409,21 @@ def test_a_folder_without_a_checkpoint_is_a_mistake(run, tmp_path, capsys):
     assert "not a committed" in headway(
         capsys, "modify", tmp_path / "empty", "--set", "lr=1", code=2
     )
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_no_mistake_of_the_user(run, tmp_path, capsys):
+    for step in (1, 2, 3):
+        (run / f"checkpoint-{step}" / "model-00001-of-00001.safetensors").unlink()
+    for words in (
+        ["checkpoint", "inspect", run],
+        ["checkpoint", "pin", run],
+        ["checkpoint", "link", run],
+        ["finalize", run, tmp_path / "final"],
+        ["generate", run, "--prompt", "a"],
+    ):
+        assert main([str(word) for word in words]) == 1
+        told = capsys.readouterr().err
+        assert "holds no whole checkpoint" in told and "checkpoint-3" in told
 
 
 def test_an_unknown_recipe_is_refused_by_name(run, tmp_path, capsys):

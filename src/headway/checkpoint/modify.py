@@ -7,6 +7,7 @@ commit of the edited checkpoint (rewrite.py).
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from headway.checkpoint.rewrite import rewrite
 from headway.errors import ConfigError, unknown
 
 _SPELLINGS = {"learning_rate": "lr"}
+_GROUP_KEY = re.compile(r"param_groups\[(\d+)\]\.(\w+)")
 _NEVER_NEGATIVE = {
     *("lr", "initial_lr", "base_lrs", "_last_lr", "weight_decay", "eps", "momentum"),
     *("global_step", "epoch", "raw_epoch", "epoch_start_step", "num_input_tokens_seen"),
@@ -45,6 +47,8 @@ class Edit:
     value: Any
     scale: bool = False
     force: bool = False
+    group: int | None = None
+    """The one optimizer group that is meant; None: each that has the key."""
 
     def apply(self, before: Any, where: str) -> Any:
         """The new value; one of another type than the old one, or without sense, is refused."""
@@ -97,10 +101,11 @@ def modify_checkpoint(
     """
     directory = Path(path)
     manifest = read_manifest(directory)
-    editor = _Editor(directory, manifest, param_group)
+    editor = _Editor(directory, manifest)
     for edit in edits:
-        key = _SPELLINGS.get(edit.key, edit.key)
-        editor.apply(dataclasses.replace(edit, key=key, force=force), component)
+        key, group = _of_group(edit.key, param_group)
+        key = _SPELLINGS.get(key, key)
+        editor.apply(dataclasses.replace(edit, key=key, force=force, group=group), component)
     if dry_run or not editor.changes:
         return editor.changes, None
     texts = {
@@ -111,11 +116,20 @@ def modify_checkpoint(
     return editor.changes, saved
 
 
+def _of_group(key: str, param_group: int | None) -> tuple[str, int | None]:
+    """A key and its optimizer group: `param_groups[1].lr` is how listings name one."""
+    named = _GROUP_KEY.fullmatch(key)
+    if named is None:
+        return key, param_group
+    if param_group not in (None, int(named[1])):
+        raise ConfigError(f"{key} and --param-group {param_group} are two groups; give one")
+    return named[2], int(named[1])
+
+
 class _Editor:
-    def __init__(self, directory: Path, manifest: Manifest, param_group: int | None) -> None:
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory = directory
         self._manifest = manifest
-        self._param_group = param_group
         self.files: dict[str, dict[str, Any]] = {}
         self.changes: list[Change] = []
 
@@ -129,8 +143,8 @@ class _Editor:
             return
         if component == "optimizer":
             raise self._not_found(edit, "the optimizer's groups", self._group_keys())
-        if self._param_group is not None:
-            raise self._not_found(edit, f"optimizer group {self._param_group}", self._group_keys())
+        if edit.group is not None:
+            raise self._not_found(edit, f"optimizer group {edit.group}", self._group_keys())
         if component in (None, "trainer"):
             name = TRAINER_STATE_NAME
         else:
@@ -166,14 +180,14 @@ class _Editor:
 
     def _in_groups(self, edit: Edit) -> bool:
         groups = self._groups()
-        if self._param_group is not None and not 0 <= self._param_group < len(groups):
+        if edit.group is not None and not 0 <= edit.group < len(groups):
             raise ConfigError(
-                f"--param-group {self._param_group}: the optimizer has {len(groups)} groups, "
+                f"--param-group {edit.group}: the optimizer has {len(groups)} groups, "
                 "numbered from 0"
             )
         found = False
         for number, group in enumerate(groups):
-            if edit.key not in group or self._param_group not in (None, number):
+            if edit.key not in group or edit.group not in (None, number):
                 continue
             found = True
             where = f"param_groups[{number}].{edit.key}"
