@@ -392,6 +392,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         ({"temperature": -1}, "temperature=-1"),
         ({"temperature": "hot"}, "generation_config"),
         ({"num_return_sequences": 2}, "continued once"),
+        ({"max_length": 20}, "max_length: .*give max_new_tokens"),
     ],
 )
 def test_bad_configs_end_the_run_before_it_starts(

@@ -23,10 +23,11 @@ DEFAULT_CONFIG = {
 }
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# One sample for each prompt, as tokens: what would give something else.
+# One sample for each prompt, as tokens, of max_new_tokens: what would give something else.
 _REFUSED = {
     "num_return_sequences": "each prompt is continued once; give it several times instead",
     "stop_strings": "it is not supported",
+    "max_length": "it counts the prompt, which differs; give max_new_tokens",
 }
 
 
