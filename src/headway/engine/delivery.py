@@ -13,7 +13,6 @@ waited for. Both are decided by the step alone, hence alike on all ranks.
 from __future__ import annotations
 
 import logging
-from collections import deque
 
 from headway.args import TrainingArguments
 from headway.engine.events import EventBus
@@ -40,7 +39,7 @@ class MetricDelivery:
         self._args, self._state, self._bus, self._flusher = args, state, bus, flusher
         self.interval = Interval(state)
         """What happened since the last log record."""
-        self.recent: deque[tuple[int, dict[str, float]]] = deque(maxlen=_NUM_RECENT)
+        self.recent: dict[int, dict[str, float]] = {}
         """The newest steps that were handed out, for whoever asks after a failure."""
         self._losses_sum, self._num_steps = 0.0, 0
         self._marks: dict[int, tuple[float, int]] = {}
@@ -84,6 +83,8 @@ class MetricDelivery:
         step = self._state.global_step
         self._marks = {marked: sums for marked, sums in self._marks.items() if marked <= step}
         self._losses_sum, self._num_steps = next(reversed(self._marks.values()), (0.0, 0))
+        for given_up in [kept for kept in self.recent if kept > step]:
+            del self.recent[given_up]
         self.start_interval()
 
     def pending(self) -> Steps:
@@ -96,7 +97,7 @@ class MetricDelivery:
 
     def _hand_out(self, steps: list[tuple[int, dict[str, float]]]) -> None:
         skipped = []
-        self.recent.extend(steps)
+        self._remember(steps)
         for step, metrics in steps:
             if GRAD_NORM in metrics:  # a step of the loop, not only records of callbacks
                 if self.interval.add(metrics):
@@ -110,6 +111,13 @@ class MetricDelivery:
             self._bus.fire("on_metrics", step=step, metrics=metrics)
         if skipped:
             self._on_nonfinite(skipped)
+
+    def _remember(self, steps: list[tuple[int, dict[str, float]]]) -> None:
+        for step, metrics in steps:
+            known = self.recent.get(step)
+            self.recent[step] = metrics if known is None else {**known, **metrics}
+        for old in sorted(self.recent)[:-_NUM_RECENT]:
+            del self.recent[old]
 
     def _on_nonfinite(self, steps: list[tuple[int, dict[str, float]]]) -> None:
         by_decider: dict[str | None, list[int]] = {}

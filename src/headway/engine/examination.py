@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -53,7 +53,7 @@ from headway.engine.state import TrainerState, outcome_of
 
 logger = logging.getLogger(__name__)
 
-Recent = Iterable[tuple[int, Mapping[str, Any]]]
+Recent = Mapping[int, Mapping[str, Any]]
 
 
 class Examination:
@@ -204,7 +204,9 @@ class Examination:
 
     def _last_steps(self) -> list[dict[str, Any]]:
         """Those that were handed out, and those that this rank noted down as it failed."""
-        steps = {step: dict(metrics) for step, metrics in self._recent or ()}
+        # A copy: a forced end is written down by a thread, while the run may go on.
+        recent = dict(self._recent or {})
+        steps = {step: dict(metrics) for step, metrics in recent.items()}
         noted = self._folder / f"last_metrics-rank{self._args.process_index}.json"
         try:
             said = json.loads(noted.read_text())

@@ -181,6 +181,37 @@ def test_a_run_that_fails_leaves_it_and_one_that_completes_removes_it(tmp_path):
     assert left(tmp_path) == set()
 
 
+def test_the_last_steps_have_all_that_came_for_each(tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 2, "save_async": False}
+    fail(tmp_path, 5, RuntimeError("broken"), **saves)
+    steps = {step["step"]: step for step in read_report(tmp_path / "out")["last_steps"]}
+    for saved in (2, 4):
+        assert {"train/CE loss", "checkpoint/save_duration_s"} <= steps[saved].keys()
+
+
+class ReturnAndFail(TrainerCallback):
+    """Goes back from step 5 to step 2, and fails in the step after."""
+
+    done = False
+
+    def on_step_end(self, state, control):
+        if state.global_step == 5:
+            self.done = control.rollback = True
+            control.rollback_before_step = 2
+        elif self.done:
+            raise RuntimeError("broken")
+
+
+def test_steps_that_a_rollback_gave_up_are_not_among_the_last(tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 2, "save_async": False}
+    trainer = tiny_trainer(tmp_path, callbacks=[ReturnAndFail()], max_steps=6, **saves)
+    with pytest.raises(RuntimeError):
+        trainer.train()
+    report = read_report(tmp_path / "out")
+    assert report["step"] == 3
+    assert [step["step"] for step in report["last_steps"]] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("error", "step", "leaves"),
     [
@@ -227,7 +258,7 @@ def test_which_rank_stands_in_for_one_that_says_nothing(tmp_path, monkeypatch, r
     trainer.args._process_index, trainer.args._world_size = rank, 3
     (tmp_path / "out").mkdir()
     failure = Failure(culprit, "its process is gone", "lost")
-    meet(trainer, failure, [])
+    meet(trainer, failure, {})
     stands_in = rank == (1 if culprit == 0 else 0)
     assert left(tmp_path) == (NAMES if stands_in else set())
     if stands_in:
@@ -239,7 +270,7 @@ def test_the_words_of_another_rank_s_error(tmp_path):
     trainer = tiny_trainer(tmp_path)
     (tmp_path / "out").mkdir()
     failure = Failure(1, "KeyError: 'labels': not there", "error")
-    meet(trainer, failure, [(4, {"loss": 1.0})])
+    meet(trainer, failure, {4: {"loss": 1.0}})
     report = read_report(tmp_path / "out")
     assert (report["error_type"], report["error"]) == ("KeyError", "'labels': not there")
     assert report["last_steps"] == [{"step": 4, "loss": 1.0}] and report["traceback"] is None
