@@ -61,7 +61,7 @@ class RunStart:
     def summary(
         self, state: TrainerState, *, loss: float, num_samples: int, batch_size: int
     ) -> dict[str, Any]:
-        """Totals of the run, and rates of what this process did of it."""
+        """Steps, tokens and operations of the run; the rest is of what this process did of it."""
         seconds = max(time.monotonic() - self.at_s, 1e-9)
         steps = state.global_step - self.step
         return {

@@ -22,7 +22,15 @@ from headway.callbacks.log.columns import (
     row_line,
     summary_lines,
 )
+from headway.engine.state import TrainerState
 from headway.errors import ConfigError
+from headway.trainers.outputs import RunStart
+
+
+def test_every_row_of_a_summary_can_be_left_out() -> None:
+    start = RunStart(at_s=0.0, step=0, tokens=0, flos=0)
+    summary = start.summary(TrainerState(), loss=1.0, num_samples=1, batch_size=1)
+    assert not summary_lines(merge_final_metrics(dict.fromkeys(summary)), summary)
 
 
 def test_the_defaults() -> None:
@@ -33,7 +41,7 @@ def test_the_defaults() -> None:
     assert list(default_final_metrics()) == [
         "train_runtime", "step", "train_samples", "effective_batch_size",
         "train_samples_per_second", "train_steps_per_second", "epoch", "total_tokens",
-        "tokens_per_second", "total_flops", "flops_per_second",
+        "tokens_per_second", "total_flops", "flops_per_second", "train_loss",
     ]  # fmt: skip
     columns = merge_columns(None)
     assert columns["learning_rate"] == ColumnSpec("learning_rate", "lr", 10, ".2e")

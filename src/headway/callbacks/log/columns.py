@@ -104,7 +104,7 @@ def default_final_metrics() -> dict[str, dict[str, Any]]:
     return {
         "train_runtime": {"label": "Runtime", "fmt": ".2f", "suffix": " s"},
         "step": {"label": "Total steps", "fmt": ",d"},
-        "train_samples": {"label": "Total samples", "fmt": ",d"},
+        "train_samples": {"label": "Samples", "fmt": ",d"},
         "effective_batch_size": {"label": "Effective batch size", "fmt": ",d"},
         "train_samples_per_second": {"label": "Samples/sec", "fmt": ".3f"},
         "train_steps_per_second": {"label": "Steps/sec", "fmt": ".3f"},
@@ -113,6 +113,7 @@ def default_final_metrics() -> dict[str, dict[str, Any]]:
         "tokens_per_second": {"label": "Tokens/sec", "fmt": ",.0f"},
         "total_flops": {"label": "Total FLOPs", "fmt": ".3e"},
         "flops_per_second": {"label": "FLOPs/sec", "fmt": ".3e"},
+        "train_loss": {"label": "Mean loss"},
     }
 
 
