@@ -15,9 +15,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeVar, cast
+from typing import BinaryIO, Literal, TypeVar, cast, get_args
 
 from headway.checkpoint.storage import Storage
+from headway.errors import ConfigError, unknown
 from headway.testing.powercut import (
     CrashState,
     DirectoryState,
@@ -48,6 +49,10 @@ ERRNOS = {
 
 _T = TypeVar("_T")
 Action = Literal["error", "short_write", "truncate", "die", "kill", "power_cut"]
+_KINDS = (
+    *("make_dir", "create", "write", "sync_file", "sync_dir", "rename", "link", "unlink"),
+    *("remove_dir", "barrier"),
+)
 
 
 class Died(BaseException):
@@ -76,6 +81,13 @@ class Fault:
     errno: int = errno.ENOSPC
     lasting: bool = False
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        # A fault that can never happen would let a test pass that proves nothing.
+        if self.action not in get_args(Action):
+            raise ConfigError(unknown("action", self.action, get_args(Action)))
+        if self.operation is not None and self.operation not in _KINDS:
+            raise ConfigError(unknown("operation", self.operation, _KINDS))
 
     @classmethod
     def random(cls, action: Action, num_operations: int, seed: int) -> Fault:

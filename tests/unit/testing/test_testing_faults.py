@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from headway.errors import ConfigError
 from headway.testing import Died, Fault, FaultyStorage, ForkServer, Journal, crash_states
 from headway.testing import enumerate_operations as list_operations
 
@@ -27,6 +28,15 @@ def begin(storage):
     storage.make_root()
     storage.write_bytes(storage.root / "safe", b"12345678")
     storage.sync_dir(storage.root)
+
+
+@pytest.mark.parametrize(
+    ("action", "operation", "says"),
+    [("eror", None, "did you mean 'error'"), ("error", "writ", "did you mean 'write'")],
+)
+def test_a_misspelt_fault_is_refused(action, operation, says):
+    with pytest.raises(ConfigError, match=says):
+        Fault(action, at=1, operation=operation)
 
 
 def test_operations_are_listed_in_order(tmp_path):
